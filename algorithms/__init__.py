@@ -1,0 +1,50 @@
+"""The science: one file per algorithm, found by its file's name; imports torch and itself, nothing of the engine."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from algorithms.base import Algorithm, Chain
+
+#: What runs when an experiment names no algorithm.
+DEFAULT = "fedavg"
+
+_SHARED = {"__init__", "base", "params", "losses", "priors", "maths"}
+
+
+def names() -> list[str]:
+    """List the algorithms there are."""
+    return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in _SHARED)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Say which known name was probably meant, as the end of an error message."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(known)}"
+
+
+def find(name: str) -> type[Algorithm]:
+    """Return the algorithm class of the file with this name."""
+    if name not in names():
+        raise ValueError(f"there is no algorithm '{name}'; {nearest(name, names())}")
+    module = import_module(f"algorithms.{name}")
+    own = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, Algorithm)]
+    (found,) = (c for c in own if c.__module__ == module.__name__)
+    return found
+
+
+def build(spec: Iterable[Mapping[str, Mapping[str, Any]]]) -> Chain:
+    """Build the chain that a list of {name: hyperparameters} describes."""
+    parts: list[Algorithm] = []
+    for entry in spec:
+        ((name, fields),) = entry.items()
+        kind = find(name)
+        if kind.after and not parts:
+            parts.append(find(kind.after)())
+        parts.append(kind(**fields))
+    return Chain(tuple(parts))

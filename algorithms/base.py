@@ -1,0 +1,253 @@
+"""What an algorithm is made of: a frozen Algorithm, its Phases, two sealed States, and the Sum a client returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from algorithms.params import Params
+
+Model = Mapping[str, Tensor]  # what predicts: a Params, or parts of several joined with `|`
+Predictor = Callable[[Tensor], Tensor]  # images -> logits
+Objective = Callable[..., Tensor]  # (client, x, y, **trees) -> the loss to descend
+
+
+def knob(
+    default: Any, *, ge: float | None = None, gt: float | None = None, le: float | None = None, lt: float | None = None
+) -> Any:
+    """Declare a hyperparameter with its default and the bounds that a value must respect."""
+    bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
+    return dataclasses.field(default=default, metadata={k: v for k, v in bounds.items() if v is not None})
+
+
+class State:
+    """Memory: fields given at birth, assignable, no new ones."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        object.__setattr__(self, "_fields", dict(fields))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._fields[name]
+        except KeyError:
+            raise AttributeError(self._undeclared(name)) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._fields:
+            raise AttributeError(self._undeclared(name))
+        self._fields[name] = value
+
+    def _undeclared(self, name: str) -> str:
+        return f"no field '{name}' was declared; declared: {', '.join(self._fields) or 'none'}"
+
+    def fields(self) -> dict[str, Any]:
+        """Return name and value of every field."""
+        return dict(self._fields)
+
+
+class Sum:
+    """Named terms that are added over clients, in float64: numbers, tensors, Params, or dicts of these."""
+
+    def __init__(self, **terms: Any) -> None:
+        self._terms = terms
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name not in self._terms:
+            raise AttributeError(f"the clients sent no term '{name}'; they sent: {', '.join(self._terms)}")
+        return self._terms[name]
+
+    def terms(self) -> dict[str, Any]:
+        """Return name and value of every term."""
+        return self._terms
+
+    def __add__(self, other: Sum) -> Sum:
+        if self._terms.keys() != other._terms.keys():
+            raise ValueError(f"clients sent different terms: {sorted(self._terms)} and {sorted(other._terms)}")
+        return Sum(**{k: _plus(_wide(v), _wide(other._terms[k])) for k, v in self._terms.items()})
+
+    def widen(self) -> Sum:
+        """Return the same terms in the precision in which they are added."""
+        return Sum(**{k: _wide(v) for k, v in self._terms.items()})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _sum, (self._terms,)
+
+
+def _sum(terms: dict[str, Any]) -> Sum:
+    return Sum(**terms)
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _wide(v) for k, v in value.items()}
+    if isinstance(value, Params) or (isinstance(value, Tensor) and value.is_floating_point()):
+        return value.to(torch.float64)
+    return value
+
+
+def _plus(a: Any, b: Any) -> Any:
+    if isinstance(a, dict):
+        return {k: _plus(a[k], b[k]) if k in a and k in b else a.get(k, b.get(k)) for k in a | b}
+    return a + b
+
+
+class Fit:
+    """What `client.fit` returns: every tree under its name, the steps taken and the mean loss."""
+
+    def __init__(self, steps: int, loss: float, **trees: Params) -> None:
+        self.steps, self.loss, self.trees = steps, loss, trees
+
+    def __getattr__(self, name: str) -> Params:
+        try:
+            return self.__dict__["trees"][name]
+        except KeyError:
+            raise AttributeError(f"no tree '{name}' was trained") from None
+
+
+class Client(Protocol):
+    """One client's side of a call: its data, its memory, and the means to learn from them."""
+
+    id: int
+    n: int  #: number of training samples, n_k
+    counts: Tensor  #: samples per class, n_k^c
+    prior: Tensor  #: class prior chosen by the experiment, pi
+    lr: float  #: learning rate of this round
+    state: State  #: what this client remembers
+    rng: torch.Generator  #: randomness of this call, a function of (seed, round, call, client)
+
+    @property
+    def x(self) -> Tensor:
+        """All training images, normalised, without augmentation."""
+
+    @property
+    def y(self) -> Tensor:
+        """Their labels."""
+
+    @property
+    def owned(self) -> Tensor:
+        """Classes with at least one sample, P_k."""
+
+    def features(self, w: Model, x: Tensor) -> Tensor:
+        """Return f_theta(x); a layer runs in training mode exactly while its weights are being trained."""
+
+    def classify(self, w: Model, h: Tensor) -> Tensor:
+        """Return the head's logits of features."""
+
+    def logits(self, w: Model, x: Tensor) -> Tensor:
+        """Return the whole model's logits of images."""
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Return the experiment's loss with its prior."""
+
+    def fit(
+        self,
+        objective: Objective,
+        *,
+        data: tuple[Tensor, Tensor] | None = None,
+        rows: Tensor | Callable[[torch.Generator], Tensor] | None = None,
+        epochs: int | None = None,
+        lr: float | None = None,
+        batch: int | None = None,
+        momentum: float | None = None,
+        weight_decay: float | None = None,
+        **trees: Params,
+    ) -> Fit:
+        """Minimise the objective over the trees by SGD; what is not given is as in the experiment's `local`."""
+
+    def batches(
+        self,
+        epochs: int = 1,
+        *,
+        data: tuple[Tensor, Tensor] | None = None,
+        rows: Tensor | Callable[[torch.Generator], Tensor] | None = None,
+        batch: int | None = None,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield shuffled, augmented minibatches, for loops that `fit` cannot say."""
+
+
+class Cohort(Protocol):
+    """The clients of one round, seen from the server."""
+
+    ids: list[int]
+    population: int
+    progress: float  #: share of this phase's rounds that are behind us, 0 <= progress < 1
+    rng: np.random.Generator  #: the server's randomness of this round
+
+    def sum(self, local: Callable[..., Sum], *shared: Any) -> Sum:
+        """Run a client method on every client and add up what they return."""
+
+    def sum_by(self, key: Mapping[int, Hashable], local: Callable[..., Sum], *shared: Any) -> dict[Hashable, Sum]:
+        """Run a client method on the clients that have a key, and add up by key."""
+
+    def map(
+        self, local: Callable[..., Any], *shared: Any, each: Mapping[int, Any] | None = None
+    ) -> dict[int, Any]:
+        """Run a client method on every client and return each one's value; `each` adds an argument per client."""
+
+    def only(self, ids: Sequence[int]) -> Cohort:
+        """Return the cohort of just these clients of the population."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A number of rounds of one server-side step."""
+
+    step: Callable[[State, Cohort], None]
+    rounds: int | None = None  #: None: the experiment's own number
+    everyone: bool = False  #: all clients take part, not only clients_per_round of them
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A method: fields are its hyperparameters, methods its procedure; it remembers nothing."""
+
+    after: ClassVar[str | None] = None  #: what runs first when a post-hoc method is named alone
+
+    @property
+    def name(self) -> str:
+        """The name of the algorithm's file, which is its name everywhere."""
+        return type(self).__module__.rpartition(".")[2]
+
+    def server_state(self, model: Params) -> dict[str, Any]:
+        """Declare the server's memory, given the model to start from."""
+        return {"model": model}
+
+    def client_state(self, client: Client, model: Params) -> dict[str, Any]:
+        """Declare a client's memory as it is before the client first takes part."""
+        return {}
+
+    def phases(self) -> list[Phase]:
+        """List what is done, in order."""
+        raise TypeError(f"{type(self).__name__} must define phases()")
+
+    def view(self, server: State) -> tuple[Any, ...]:
+        """Return what clients are given before they predict."""
+        return (server.model,)
+
+    def generic(self, client: Client, *view: Any) -> Predictor | None:
+        """Return the one model that everybody shares, or None where there is none."""
+        w = view[0]
+        return lambda x: client.logits(w, x)
+
+    def personal(self, client: Client, *view: Any) -> Predictor:
+        """Return this client's own model; by default the generic one."""
+        predict = self.generic(client, *view)
+        assert predict is not None, "a method without a generic model defines personal()"
+        return predict
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Algorithms run one after another, each starting from the model of the one before."""
+
+    parts: tuple[Algorithm, ...]
+
+    def phases(self) -> list[tuple[int, Phase]]:
+        """Return all phases in order, each with the number of the algorithm it belongs to."""
+        return [(i, phase) for i, part in enumerate(self.parts) for phase in part.phases()]

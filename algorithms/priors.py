@@ -1,0 +1,35 @@
+"""Where a class prior comes from; any loss may be combined with any of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+#: A count of zero becomes this, so that the logarithm of a prior is finite.
+ABSENT = 0.1
+
+
+def none(local: Tensor, everywhere: Tensor) -> Tensor:
+    """Every class alike."""
+    return torch.full_like(local, 1 / len(local))
+
+
+def local(local: Tensor, everywhere: Tensor) -> Tensor:
+    """The client's own label distribution."""
+    return _share(local)
+
+
+def everybody(local: Tensor, everywhere: Tensor) -> Tensor:
+    """The label distribution over all clients, which a real federation does not know."""
+    return _share(everywhere)
+
+
+def _share(counts: Tensor) -> Tensor:
+    counts = torch.where(counts > 0, counts, ABSENT)
+    return counts / counts.sum()
+
+
+#: name in an experiment -> function of (the client's counts, everybody's counts)
+PRIORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"none": none, "local": local, "global": everybody}

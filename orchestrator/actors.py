@@ -1,0 +1,145 @@
+"""Ray: a fixed pool of client actors, each pinned to a fraction of a GPU and serving any client."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from algorithms.params import Params
+from orchestrator.client import ClientFailed, Job, Result, Worker, claim
+from orchestrator.data import Split
+from orchestrator.experiment import Experiment
+
+START_S = 120.0  #: a pool with no live actor for this long gives up
+
+
+@ray.remote(max_restarts=0)
+class ClientActor:
+    """A process that does jobs; it keeps no truth, so its death costs no more than the job at hand."""
+
+    def __init__(self, gpu: float) -> None:
+        self.device = claim(gpu)
+
+    def load(self, experiment: Experiment, dataset: Any, split: Split) -> dict[str, Any]:
+        """Get ready to serve an experiment; return where this is."""
+        torch.set_num_threads(experiment.cluster.threads)
+        self.worker = Worker(experiment, dataset, split, self.device)
+        context = ray.get_runtime_context()
+        return {
+            "pid": os.getpid(),
+            "node": context.get_node_id(),
+            "gpus": context.get_accelerator_ids().get("GPU", []),
+            "device": str(self.device),
+        }
+
+    def do(self, job: Job, shared: tuple[Any, ...], origin: Params) -> Result:
+        """Do a job."""
+        return self.worker.do(job, shared, origin)
+
+
+class Pool:
+    """The engine on Ray: sends jobs to idle actors, longest first, and again when an actor dies."""
+
+    def __init__(self, actors: int, cpu: float, gpu: float) -> None:
+        self.size, self.cpu, self.gpu = actors, cpu, gpu
+        self.restarts = 0
+        self.where: dict[Any, dict[str, Any]] = {}  # ready actors
+        self._starting: dict[Any, Any] = {}  # future of load() -> actor
+
+    def load(self, experiment: Experiment, dataset: Any, split: Split) -> None:
+        """Make all actors serve an experiment; the data set is a reference into the object store."""
+        self._load = experiment, dataset, ray.put(split)
+        self._sizes = split.counts.sum(1)
+        self.failures = experiment.failures
+        alive = [*self.where, *self._starting.values()]
+        self.where, self._starting = {}, {}
+        for actor in alive or [self._create() for _ in range(self.size)]:
+            self._starting[actor.load.remote(*self._load)] = actor
+
+    def put(self, value: Any) -> Any:
+        """Put a value into the object store, once for all actors."""
+        return ray.put(value)
+
+    def run(self, jobs: Sequence[Job], shared: Any, origin: Any) -> list[Result]:
+        """Do all jobs and return their results in order."""
+        results: dict[int, Result] = {}
+        # The longest come last in the list and so are sent first.
+        waiting = sorted(range(len(jobs)), key=lambda i: (sum(self._sizes[list(jobs[i].ids)]), -i))
+        flying: dict[Any, tuple[int, Any, float]] = {}
+        attempts = [0] * len(jobs)
+        idle, lonely_since = list(self.where), time.monotonic()
+        while len(results) < len(jobs):
+            while waiting and idle:
+                i, actor = waiting.pop(), idle.pop()
+                flying[actor.do.remote(jobs[i], shared, origin)] = i, actor, time.monotonic()
+            ready, _ = ray.wait([*flying, *self._starting], num_returns=1, timeout=1.0)
+            for future in ready:
+                if future in self._starting:
+                    idle += self._arrive(future)
+                    continue
+                i, actor, _ = flying.pop(future)
+                try:
+                    results[i] = ray.get(future)
+                    idle.append(actor)
+                except RayTaskError as error:
+                    cause = error.as_instanceof_cause()
+                    raise cause if isinstance(cause, ClientFailed) else error from None
+                except RayError as error:
+                    self._bury(actor, jobs[i], attempts[i], error)
+                    attempts[i] += 1
+                    waiting.append(i)
+            self._time_out(flying, jobs)
+            lonely_since = time.monotonic() if self.where else lonely_since
+            if time.monotonic() - lonely_since > START_S:
+                raise RuntimeError(f"no client actor could be started within {START_S:.0f} s; see `ray status`")
+        return [results[i] for i in range(len(jobs))]
+
+    def close(self) -> None:
+        """End all actors."""
+        for actor in [*self.where, *self._starting.values()]:
+            ray.kill(actor)
+        self.where, self._starting = {}, {}
+
+    def _create(self) -> Any:
+        return ClientActor.options(num_cpus=self.cpu, num_gpus=self.gpu).remote(self.gpu)  # type: ignore[attr-defined]
+
+    def _arrive(self, future: Any) -> list[Any]:
+        """Note that an actor is ready, or that it never will be."""
+        actor = self._starting.pop(future)
+        try:
+            self.where[actor] = ray.get(future)
+            return [actor]
+        except RayActorError as error:
+            self._replace(f"a client actor died while starting: {error}")
+            return []
+
+    def _bury(self, actor: Any, job: Job, attempts: int, error: RayError) -> None:
+        """Replace an actor that died during a job."""
+        self.where.pop(actor, None)
+        if attempts >= self.failures.retries:
+            raise RuntimeError(
+                f"clients {list(job.ids)} lost their actor {attempts + 1} times in round {job.round}; the last reason: "
+                f"{error}"
+            )
+        self._replace(str(error))
+
+    def _replace(self, why: str) -> None:
+        self.restarts += 1
+        if self.restarts > 100 * self.size:
+            raise RuntimeError(f"client actors keep dying ({self.restarts} so far); the last reason: {why}")
+        actor = self._create()
+        self._starting[actor.load.remote(*self._load)] = actor
+
+    def _time_out(self, flying: dict[Any, tuple[int, Any, float]], jobs: Sequence[Job]) -> None:
+        """Kill the actor of a job that takes too long; it is then found dead like any other."""
+        limit = self.failures.client_timeout_s
+        if limit is not None:
+            for i, actor, since in flying.values():
+                if time.monotonic() - since > limit * len(jobs[i].ids):
+                    ray.kill(actor)

@@ -1,0 +1,216 @@
+"""A run directory: an append-only log of metrics, and checkpoints of safetensors and JSON, atomic and hashed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from algorithms.params import Layout, Params
+
+SCHEMA = 1
+PACKS = 8  #: client memories are written as increments; this many are merged into one
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be used; says which file and why."""
+
+
+# Trees of tensors as JSON and safetensors ---------------------------------------------------------------------------
+
+
+def encode(value: Any, store: dict[str, Tensor]) -> Any:
+    """Return the value as JSON, its tensors moved to the store under running names."""
+    if isinstance(value, Tensor):
+        store[name := str(len(store))] = value.detach().cpu().contiguous().clone()
+        return {"$tensor": name}
+    if isinstance(value, Params):
+        return {"$params": value.layout, "flat": encode(value.flat, store), "buffers": encode(value.buffers, store)}
+    if isinstance(value, Mapping):
+        return {"$dict": [[encode(k, store), encode(v, store)] for k, v in value.items()]}
+    if isinstance(value, tuple):
+        return {"$tuple": [encode(v, store) for v in value]}
+    if isinstance(value, list):
+        return [encode(v, store) for v in value]
+    return value
+
+
+def decode(value: Any, store: Mapping[str, Tensor]) -> Any:
+    """Return what `encode` was given."""
+    if isinstance(value, list):
+        return [decode(v, store) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if "$tensor" in value:
+        return store[value["$tensor"]]
+    if "$params" in value:
+        layout = Layout(*(tuple((name, tuple(shape)) for name, shape in part) for part in value["$params"]))
+        return Params(layout, decode(value["flat"], store), decode(value["buffers"], store))
+    if "$tuple" in value:
+        return tuple(decode(v, store) for v in value["$tuple"])
+    return {decode(k, store): decode(v, store) for k, v in value["$dict"]}
+
+
+def fingerprint(*values: Any) -> str:
+    """Return a sha256 of values that is the same wherever the same bits were computed."""
+    digest = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Params):
+            add([value.layout, value.flat, value.buffers])
+        elif isinstance(value, Tensor):
+            digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, Mapping):
+            digest.update(b"{")
+            for key in sorted(value, key=str):
+                add([str(key), value[key]])
+        elif isinstance(value, list | tuple):
+            digest.update(f"[{len(value)}".encode())
+            for item in value:
+                add(item)
+        else:
+            digest.update(f"{type(value).__name__}:{value!r};".encode())
+
+    add(values)
+    return digest.hexdigest()
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"cannot write {path} ({len(content):,} bytes): {error.strerror}; what was written before is intact"
+        ) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as readable JSON, whole or not at all."""
+    write(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def status_of(directory: Path) -> dict[str, Any]:
+    """Return a trial's status as its directory tells it."""
+    path = directory / "status.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"status": "WAITING"}
+
+
+def set_status(directory: Path, status: str, **facts: Any) -> None:
+    """Write a trial's status down."""
+    write_json(directory / "status.json", {"status": status, "error": None} | facts)
+
+
+class RunDirectory:
+    """The log and the checkpoint of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoint"
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self._log = path / "metrics.jsonl"
+        self.logged = self._mend_log()
+        self._packs: list[str] = []
+        self._hashes: dict[str, str] = {}
+
+    # The log -----------------------------------------------------------------------------------------------------
+
+    def _mend_log(self) -> int:
+        """Drop a last line that a crash has torn, and return the last round that the log knows."""
+        if not self._log.exists():
+            return 0
+        content = self._log.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if whole != content:
+            write(self._log, whole)
+        lines = whole.splitlines()
+        return int(json.loads(lines[-1])["round"]) if lines else 0
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Append a round's line; a round that is run again after a crash has its line already."""
+        if line["round"] > self.logged:
+            with self._log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, allow_nan=False) + "\n")
+            self.logged = line["round"]
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the log's lines."""
+        if self._log.exists():
+            with self._log.open(encoding="utf-8") as file:
+                yield from map(json.loads, file)
+
+    # The checkpoint ------------------------------------------------------------------------------------------------
+
+    def save(self, round: int, run: Mapping[str, Any], memory: Mapping[int, Any], changed: set[int]) -> None:
+        """Write the run's state and the memories of the clients that changed; the manifest's rename commits."""
+        before, pack = set(self._hashes), f"clients-{round:06d}.safetensors"
+        if len(self._packs) >= PACKS:
+            self._packs, changed = [], set(memory)
+        if changed:
+            self._put(pack, {id: memory[id] for id in sorted(changed) if id in memory})
+            self._packs = [p for p in self._packs if p != pack] + [pack]
+        self._put(name := f"run-{round:06d}.safetensors", run)
+        live = {name, *self._packs}
+        self._hashes = {k: v for k, v in self._hashes.items() if k in live}
+        manifest = {"schema": SCHEMA, "round": round, "run": name, "clients": self._packs, "sha256": self._hashes}
+        write_json(self.checkpoints / "manifest.json", manifest)
+        for stale in before - live:
+            (self.checkpoints / stale).unlink(missing_ok=True)
+
+    def load(self) -> tuple[dict[str, Any], dict[int, Any]] | None:
+        """Return the last committed state and client memories, or None if there is none."""
+        path = self.checkpoints / "manifest.json"
+        if not path.exists():
+            return None
+        try:
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+            schema, self._hashes = manifest["schema"], manifest["sha256"]
+            name, self._packs = manifest["run"], manifest["clients"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged ({error}); remove the trial's directory to run it anew") from None
+        if schema != SCHEMA:
+            raise CheckpointError(f"{path} has schema {schema}, this version reads {SCHEMA}; use the version it is of")
+        memory: dict[int, Any] = {}
+        for pack in self._packs:
+            memory |= self._get(pack)
+        return self._get(name), memory
+
+    def clear(self) -> None:
+        """Forget the checkpoint."""
+        (self.checkpoints / "manifest.json").unlink(missing_ok=True)
+
+    def _put(self, name: str, value: Any) -> None:
+        store: dict[str, Tensor] = {}
+        tree = json.dumps(encode(value, store))
+        content = save_tensors(store, {"schema": str(SCHEMA), "tree": tree})
+        write(self.checkpoints / name, content)
+        self._hashes[name] = hashlib.sha256(content).hexdigest()
+
+    def _get(self, name: str) -> Any:
+        path = self.checkpoints / name
+        if Path(name).name != name or path.is_symlink() or not path.is_file():
+            raise CheckpointError(f"{path} is missing or not a plain file; remove the trial's directory to run it anew")
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != self._hashes.get(name):
+            raise CheckpointError(f"{path} is damaged (its sha256 differs); remove the trial's directory to run it anew")
+        try:
+            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+            return decode(json.loads(header["__metadata__"]["tree"]), load_tensors(content))
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{path} is not a checkpoint of ours: {error}") from None

@@ -1,0 +1,369 @@
+"""A client as an algorithm sees it, and the work that one process does for many clients; nothing of Ray is in here."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from algorithms.base import Algorithm, Fit, Model, Objective, State, Sum
+from algorithms.params import Params
+from algorithms.priors import PRIORS
+from orchestrator import evaluate, models
+from orchestrator.data import Dataset, Split
+from orchestrator.experiment import Experiment
+
+CPU = torch.device("cpu")
+
+
+def stream(seed: int, *key: int) -> int:
+    """Return an independent seed for each purpose, wherever and whenever it is asked for."""
+    return int(np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)[0] >> 1)
+
+
+#: First numbers of a stream's key: who draws from it.
+CALL, MEMORY, SAMPLING, SERVER = range(4)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A client method to run on some clients: all that a worker needs to know besides the shared values."""
+
+    task: str  #: "run" a client method, "predict" with the generic model, or "count" hits
+    part: int  #: which algorithm of the chain
+    method: str
+    ids: tuple[int, ...]
+    round: int = 0
+    call: int = 0  #: how many calls this round has made before
+    lr: float = 0.0
+    memory: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  #: a client not in it starts afresh
+    keys: Mapping[int, Hashable] | None = None  #: add up by these; without keys each client's value is returned
+    each: Mapping[int, Any] | None = None  #: one more argument for each client
+    skip_bad: bool = False  #: leave out an update that is not finite instead of failing
+
+
+@dataclass
+class Result:
+    """What a job gives back."""
+
+    sums: dict[Hashable, Sum] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
+    memory: dict[int, dict[str, Any]] = field(default_factory=dict)
+    rejected: dict[int, str] = field(default_factory=dict)
+    loss: float = 0.0  #: summed over steps
+    steps: int = 0
+    bytes_up: int = 0
+
+
+class ClientFailed(RuntimeError):
+    """A client method raised, or its update cannot be used; says which client, where, and why."""
+
+
+def place(value: Any, device: torch.device) -> Any:
+    """Move a value to a device in the form in which states and messages are kept: float32, outside of gradients."""
+    if isinstance(value, Params | Tensor):
+        value = value.detach()
+        wide = (value.flat if isinstance(value, Params) else value).dtype == torch.float64
+        return value.to(device, torch.float32) if wide else value.to(device)
+    if isinstance(value, Mapping):
+        return {k: place(v, device) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(place(v, device) for v in value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"a state or message may hold tensors, Params, numbers, text, lists and dicts, not {type(value)}")
+
+
+def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor inside a value with its dotted name."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Params):
+        yield from ((f"{name}.{kind}", t) for kind, t in (("weights", value.flat), ("buffers", value.buffers)))
+    elif isinstance(value, Sum):
+        yield from tensors(value.terms(), name)
+    elif isinstance(value, Mapping):
+        for k, v in value.items():
+            yield from tensors(v, f"{name}.{k}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for i, v in enumerate(value):
+            yield from tensors(v, f"{name}.{i}".lstrip("."))
+    elif isinstance(value, float):
+        yield name, torch.tensor(value)
+
+
+def size(value: Any) -> int:
+    """Return the bytes of all tensors in a value."""
+    return sum(t.numel() * t.element_size() for _, t in tensors(value))
+
+
+def claim(gpu: float) -> torch.device:
+    """Return this process's device, its memory capped to the given share of a GPU; the CPU where there is none."""
+    if not gpu or not torch.cuda.is_available():
+        return CPU
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gpu), 0)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    return torch.device("cuda", 0)
+
+
+class Client:
+    """One client during one call; `algorithms.base.Client` tells what each member is for."""
+
+    def __init__(self, worker: Worker, id: int, lr: float, seed: int, round: int = 0) -> None:
+        self.worker, self.id, self.lr, self.round = worker, id, lr, round
+        self.state = State({})
+        self.counts = worker.counts[id]
+        self.n = int(worker.split.counts[id].sum())
+        self.prior = worker.prior(self.counts, worker.counts.sum(0))
+        self.rng = torch.Generator().manual_seed(seed)
+        self.loss_sum, self.steps = 0.0, 0
+
+    @cached_property
+    def x(self) -> Tensor:
+        """All training images, normalised, without augmentation."""
+        return self.worker.images(self.worker.x_train, self.worker.split.train[self.id])
+
+    @cached_property
+    def y(self) -> Tensor:
+        """Their labels."""
+        return self.worker.y_train[self.worker.split.train[self.id]].to(self.worker.device)
+
+    @cached_property
+    def owned(self) -> Tensor:
+        """Classes with at least one sample."""
+        return self.counts.nonzero().flatten()
+
+    def features(self, w: Model, x: Tensor) -> Tensor:
+        """Return the body's features of images."""
+        return self.worker.features(w, x)
+
+    def classify(self, w: Model, h: Tensor) -> Tensor:
+        """Return the head's logits of features."""
+        return self.worker.head(w, h)
+
+    def logits(self, w: Model, x: Tensor) -> Tensor:
+        """Return the whole model's logits of images."""
+        return self.worker.head(w, self.worker.features(w, x))
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Return the experiment's loss with its prior."""
+        return self.worker.loss(logits, y, self.prior)
+
+    def fit(
+        self,
+        objective: Objective,
+        *,
+        data: tuple[Tensor, Tensor] | None = None,
+        rows: Tensor | Callable[[torch.Generator], Tensor] | None = None,
+        epochs: int | None = None,
+        lr: float | None = None,
+        batch: int | None = None,
+        momentum: float | None = None,
+        weight_decay: float | None = None,
+        **trees: Params,
+    ) -> Fit:
+        """Minimise the objective over the trees by SGD; what is not given is as in the experiment's `local`."""
+        local = self.worker.experiment.local
+        lr = self.lr if lr is None else lr
+        momentum = local.momentum if momentum is None else momentum
+        decay = local.weight_decay if weight_decay is None else weight_decay
+        trees = {name: tree.to(self.worker.device).clone() for name, tree in trees.items()}
+        flats = [tree.flat.requires_grad_() for tree in trees.values()]
+        velocities: list[Tensor | None] = [None] * len(flats)
+        steps, total = 0, torch.zeros((), device=self.worker.device)
+        epochs = local.epochs if epochs is None else epochs
+        for x, y in self.batches(epochs, data=data, rows=rows, batch=batch):
+            # Fresh views each step: the vectors under them have changed.
+            loss = objective(self, x, y, **{k: Params(t.layout, t.flat, t.buffers) for k, t in trees.items()})
+            with torch.no_grad():
+                for i, (flat, grad) in enumerate(zip(flats, torch.autograd.grad(loss, flats), strict=True)):
+                    if decay:
+                        grad = grad.add(flat, alpha=decay)
+                    if momentum:
+                        velocity = velocities[i]
+                        grad = grad.clone() if velocity is None else velocity.mul_(momentum).add_(grad)
+                        velocities[i] = grad
+                    flat.add_(grad, alpha=-lr)
+            total += loss.detach()
+            steps += 1
+        self.loss_sum, self.steps = self.loss_sum + float(total), self.steps + steps
+        return Fit(steps, float(total) / max(1, steps), **{name: tree.detach() for name, tree in trees.items()})
+
+    def batches(
+        self,
+        epochs: int = 1,
+        *,
+        data: tuple[Tensor, Tensor] | None = None,
+        rows: Tensor | Callable[[torch.Generator], Tensor] | None = None,
+        batch: int | None = None,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield shuffled, augmented minibatches; `rows` picks samples (a function: anew each epoch)."""
+        x, y = (self.x, self.y) if data is None else data
+        for _ in range(epochs):
+            chosen = rows(self.rng) if callable(rows) else rows
+            order = torch.randperm(len(y) if chosen is None else len(chosen), generator=self.rng)
+            order = order if chosen is None else chosen.cpu()[order]
+            for part in order.split(batch or self.worker.experiment.local.batch):
+                # Batch norm cannot train on one image.
+                if len(part) > 1 or data is not None or not self.worker.norms:
+                    part = part.to(x.device)
+                    yield (self.worker.augment(x[part], self.rng) if data is None else x[part]), y[part]
+
+
+class Worker:
+    """Serves any client of an experiment: holds the data, the network and the algorithm, but no client's memory."""
+
+    def __init__(self, experiment: Experiment, dataset: Dataset, split: Split, device: torch.device = CPU) -> None:
+        self.experiment, self.split, self.device = experiment, split, device
+        self.parts: tuple[Algorithm, ...] = experiment.chain().parts
+        self.loss = experiment.local.make_loss()
+        self.prior = PRIORS[experiment.local.prior]
+        self.network = network(experiment, dataset).to(device).eval()
+        self.norms = [
+            (module, f"{name}.weight")
+            for name, module in self.network.named_modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        ]
+        self._names = {
+            kind: [(f"{kind}.{n}", n) for n, t in (*module.named_parameters(), *module.named_buffers())]
+            for kind, module in (("body", self.network.body), ("head", self.network.head))
+        }
+        self.x_train, self.y_train = torch.from_numpy(dataset.x_train).to(device), torch.from_numpy(dataset.y_train)
+        self.x_test, self.y_test = torch.from_numpy(dataset.x_test).to(device), torch.from_numpy(dataset.y_test)
+        self.counts = torch.from_numpy(split.counts).to(device, torch.float32)
+        self.mean, self.std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (dataset.mean, dataset.std))
+        named = experiment.local.augment
+        self.augment = {"none": _as_it_is, "crop_flip": self._crop_flip}[dataset.augment if named == "auto" else named]
+        self.tests = evaluate.TestSet(dataset.y_test, dataset.classes)
+        self._memo: dict[Any, tuple[Any, Tensor]] | None = None
+
+    # Networks as functions of their weights ------------------------------------------------------------------------
+
+    def features(self, w: Model, x: Tensor) -> Tensor:
+        """Return the body's features; batch norm trains exactly where its weights are being trained."""
+        body = {short: w[name] for name, short in self._names["body"]}
+        if self._memo is not None:
+            for module, _ in self.norms:
+                module.eval()
+            # While predicting, clients that share a body share its features. Holding the tensors keeps keys unique.
+            key = x.data_ptr(), *((t.data_ptr(), t._version) for t in body.values())
+            if key not in self._memo:
+                self._memo[key] = (x, *body.values()), functional_call(self.network.body, body, (x,))
+            return self._memo[key][1]
+        for module, name in self.norms:
+            module.training = w[name].requires_grad
+        return functional_call(self.network.body, body, (x,))  # type: ignore[no-any-return]
+
+    def head(self, w: Model, h: Tensor) -> Tensor:
+        """Return the head's logits of features."""
+        weights = {short: w[name] for name, short in self._names["head"]}
+        return functional_call(self.network.head, weights, (h,))  # type: ignore[no-any-return]
+
+    def images(self, store: Tensor, rows: Any) -> Tensor:
+        """Return the images of some rows as the network wants them."""
+        return (store[torch.as_tensor(rows, device=store.device)].float() / 255 - self.mean) / self.std
+
+    def _crop_flip(self, x: Tensor, rng: torch.Generator) -> Tensor:
+        """Crop each image at a random place after padding by 4 black pixels, and mirror every other one."""
+        b, _, h, w = x.shape
+        top, left = (torch.randint(9, (b, 1), generator=rng) for _ in range(2))
+        mirror = torch.randint(2, (b, 1), generator=rng, dtype=torch.bool)
+        across = torch.arange(w).expand(b, w)
+        rows = (top + torch.arange(h)).to(x.device)
+        columns = (left + torch.where(mirror, across.flip(1), across)).to(x.device)
+        padded = (-self.mean / self.std).expand(b, -1, h + 8, w + 8).clone()
+        padded[:, :, 4:-4, 4:-4] = x
+        picked = padded.permute(0, 2, 3, 1)[torch.arange(b, device=x.device)[:, None, None], rows[:, :, None],
+                                            columns[:, None, :]]
+        return picked.permute(0, 3, 1, 2).contiguous()
+
+    # Jobs ----------------------------------------------------------------------------------------------------------
+
+    def client(
+        self, id: int, part: int, memory: Mapping[int, Mapping[str, Any]], origin: Params, seed: int, **call: Any
+    ) -> Client:
+        """Return a client with its memory; one that has none yet gets its initial one, whenever that happens."""
+        algorithm = self.parts[part]
+        if id in memory:
+            fields = memory[id]
+        else:
+            newborn = Client(self, id, 0.0, stream(self.experiment.seed, MEMORY, part, id))
+            torch.manual_seed(newborn.rng.initial_seed())
+            fields = algorithm.client_state(newborn, origin)
+        client = Client(self, id, call.get("lr", 0.0), seed, call.get("round", 0))
+        client.state = State(place(fields, self.device))
+        torch.manual_seed(seed)
+        return client
+
+    def do(self, job: Job, shared: tuple[Any, ...], origin: Params) -> Result:
+        """Do a job: a pure function of its arguments, on any machine and in any order."""
+        result = Result()
+        task = {"run": self._run, "predict": partial(evaluate.predict, self), "count": partial(evaluate.count, self)}
+        task[job.task](job, place(shared, self.device), place(origin, self.device), result)
+        return result
+
+    def _run(self, job: Job, shared: tuple[Any, ...], origin: Params, result: Result) -> None:
+        local = getattr(self.parts[job.part], job.method)
+        for id in job.ids:
+            seed = stream(self.experiment.seed, CALL, job.round, job.call, id)
+            try:
+                client = self.client(id, job.part, job.memory, origin, seed, lr=job.lr, round=job.round)
+                value = local(client, *shared, *(() if job.each is None else (place(job.each[id], self.device),)))
+                memory = place(client.state.fields(), CPU)
+            except Exception as error:
+                where = f"client {id}, round {job.round}, {type(self.parts[job.part]).__name__}.{job.method}"
+                raise ClientFailed(f"{where}: {error}\n{traceback.format_exc()}") from None
+            bad = next((name for name, t in tensors(value) if not torch.isfinite(t).all()), None)
+            if bad is not None:
+                why = f"client {id}, round {job.round}: '{bad}' is not finite"
+                if not job.skip_bad:
+                    raise ClientFailed(f"{why}; lower the learning rate, or set failures.bad_update: skip")
+                result.rejected[id] = why
+                continue
+            result.bytes_up += size(value)
+            result.loss, result.steps = result.loss + client.loss_sum, result.steps + client.steps
+            if memory or id in job.memory:
+                result.memory[id] = memory
+            if job.keys is None:
+                result.values[id] = place(value, CPU)
+            else:
+                key = job.keys[id]
+                result.sums[key] = result.sums[key] + value if key in result.sums else value.widen()
+        result.sums = {k: Sum(**{n: _to_cpu(t) for n, t in s.terms().items()}) for k, s in result.sums.items()}
+
+    @contextmanager
+    def predicting(self) -> Iterator[None]:
+        """While inside, clients that share a body share the features of the images at hand."""
+        self._memo = {}
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._memo = None
+
+
+def network(experiment: Experiment, dataset: Dataset) -> models.Network:
+    """Build the experiment's network with its initial weights."""
+    model = experiment.model
+    assert model.name is not None
+    return models.build(
+        model.name, dataset.shape, dataset.classes, width=model.width, experts=model.experts, seed=experiment.seed
+    )
+
+
+def _as_it_is(x: Tensor, rng: torch.Generator) -> Tensor:
+    return x
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _to_cpu(v) for k, v in value.items()}
+    return value.to(CPU) if isinstance(value, Params | Tensor) else value

@@ -1,0 +1,97 @@
+"""A data set in memory, by the name of a known one or by the path of your own."""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from orchestrator.data.images import image_folder
+from orchestrator.data.readers import Arrays, DataError, Images, Labels, npz
+from orchestrator.data.sources import SOURCES, VARIABLE, find, places
+
+DATASETS: tuple[str, ...] = ("digits", *SOURCES)
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Images as bytes [N, C, H, W] with their labels, and what is needed to feed them to a model."""
+
+    name: str
+    x_train: Images
+    y_train: Labels
+    x_test: Images
+    y_test: Labels
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    augment: str = "none"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        channels, height, width = self.x_train.shape[1:]
+        return channels, height, width
+
+    @cached_property
+    def digest(self) -> str:
+        """A SHA-256 over the shapes and bytes of the four arrays."""
+        sha = hashlib.sha256()
+        for array in (self.x_train, self.y_train, self.x_test, self.y_test):
+            sha.update(f"{array.dtype.kind}{array.dtype.itemsize}{array.shape}".encode())
+            sha.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
+        return sha.hexdigest()
+
+
+def load(name: str, root: str | Path | None = None, *, download: bool = True) -> Dataset:
+    """Load a known set by name, or your own by path: an .npz file or a folder of train and test images."""
+    if name in SOURCES:
+        source = SOURCES[name]
+        return _dataset(name, find(name, root, download), source.mean, source.std, source.augment)
+    arrays = _digits() if name == "digits" else _own(name, root)
+    return _dataset(name, arrays, *_moments(arrays.x_train))
+
+
+def _dataset(
+    name: str, arrays: Arrays, mean: tuple[float, ...], std: tuple[float, ...], augment: str = "none"
+) -> Dataset:
+    return Dataset(name, *arrays, classes=int(arrays.y_train.max()) + 1, mean=mean, std=std, augment=augment)
+
+
+def _digits() -> Arrays:
+    """Cut scikit-learn's 8 x 8 digits: the first 120 images of each class are for training, the rest for testing."""
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    x, y = np.rint(x * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8), y.astype(np.int64)
+    train = np.zeros(len(y), bool)
+    for c in range(10):
+        train[np.flatnonzero(y == c)[:120]] = True
+    return Arrays(x[train], y[train], x[~train], y[~train])
+
+
+def _own(name: str, root: str | Path | None) -> Arrays:
+    paths = [place / Path(name).expanduser() for place in (*places(root), Path())]
+    for path in paths:
+        if path.suffix == ".npz" and path.is_file():
+            return npz(path)
+        if path.is_dir():
+            return image_folder(path)
+    raise DataError(
+        f"no data set {name!r}: it is none of {', '.join(DATASETS)}, and there is no .npz file or image folder at "
+        f"{', '.join(str(path.absolute()) for path in paths)}. Its directory may be the data root or {VARIABLE}."
+    )
+
+
+def _moments(x: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation of each channel in whole numbers, so that every machine finds the same."""
+    mean, std = [], []
+    for channel in range(x.shape[1]):
+        seen = [int(n) for n in np.bincount(x[:, channel].ravel(), minlength=256)]
+        n = sum(seen)
+        first, second = (sum(count * value**power for value, count in enumerate(seen)) for power in (1, 2))
+        mean.append(first / n / 255)
+        std.append(math.sqrt(n * second - first * first) / n / 255 or 1.0)  # a constant channel is not divided by 0
+    return tuple(mean), tuple(std)

@@ -1,0 +1,141 @@
+"""Who holds which rows: the training, validation and local test sets of every client."""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from orchestrator.data.datasets import Dataset
+from orchestrator.data.partition import PARTITIONS, TESTS, VALIDATION, Rows, draw, long_tail, stream, whole
+from orchestrator.data.readers import DataError, Labels
+
+TEST_ALLOCS = ("floor", "ceil_owned")
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """The rows of each client in ascending order, and the class counts [clients, classes] of its training rows."""
+
+    train: tuple[Rows, ...]
+    validation: tuple[Rows, ...]
+    test: tuple[Rows, ...]
+    counts: Rows
+
+    @property
+    def global_counts(self) -> Rows:
+        """The training samples of each class, all clients together."""
+        return np.asarray(self.counts.sum(0))
+
+    @property
+    def empty_tests(self) -> int:
+        """How many clients have training data but no local test sample."""
+        return sum(len(rows) > 0 and len(tests) == 0 for rows, tests in zip(self.train, self.test, strict=True))
+
+    def owned(self, client: int) -> Rows:
+        """List the classes of which a client has training samples."""
+        return np.flatnonzero(self.counts[client]).astype(np.int64)
+
+    @cached_property
+    def digest(self) -> str:
+        """A SHA-256 over all rows and counts."""
+        sha = hashlib.sha256()
+        for name, array in self._flat().items():
+            sha.update(f"{name}{array.shape}".encode())
+            sha.update(array.astype("<i8").tobytes())
+        return sha.hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """Write everything as one .npz of plain arrays."""
+        draft = Path(f"{path}.draft-{os.getpid()}")
+        with draft.open("wb") as file:
+            np.savez(file, digest=np.array(self.digest), **self._flat())  # type: ignore[arg-type]
+        draft.replace(path)  # a reader sees the whole file or none
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Split":
+        """Read what save wrote, and check it."""
+        try:
+            with np.load(path, allow_pickle=False) as archive:
+                parts: dict[str, Any] = {"counts": archive["counts"]}
+                for kind in ("train", "validation", "test"):
+                    parts[kind] = tuple(np.split(archive[kind], archive[f"{kind}_ends"][:-1]))
+                split, digest = cls(**parts), str(archive["digest"])
+        except Exception as error:  # a broken zip file can raise anything
+            raise DataError(f"{path} cannot be read as a split: {type(error).__name__}: {error}") from error
+        if split.digest != digest:
+            raise DataError(f"{path} is damaged: its content does not match its digest")
+        return split
+
+    def _flat(self) -> dict[str, Rows]:
+        flat = {"counts": self.counts}
+        for kind in ("train", "validation", "test"):
+            rows: tuple[Rows, ...] = getattr(self, kind)
+            flat[kind] = np.concatenate(rows)
+            flat[f"{kind}_ends"] = np.cumsum([len(part) for part in rows], dtype=np.int64)
+        return flat
+
+
+def split(
+    dataset: Dataset,
+    *,
+    clients: int,
+    partition: str = "per_class",
+    alpha: float = 0.5,
+    imbalance: float = 1.0,
+    test_alloc: str = "floor",
+    validation: float = 0.0,
+    seed: int = 0,
+) -> Split:
+    """Cut the training set long-tailed, divide it among clients and give each a local test set of its own mixture."""
+    if partition not in PARTITIONS:
+        raise DataError(f"partition must be one of {', '.join(PARTITIONS)}, not {partition!r}")
+    if test_alloc not in TEST_ALLOCS:
+        raise DataError(f"test_alloc must be one of {', '.join(TEST_ALLOCS)}, not {test_alloc!r}")
+    if not 0 <= validation < 1:
+        raise DataError(f"validation must be at least 0 and less than 1, not {validation}")
+    y = dataset.y_train
+    kept = long_tail(y, dataset.classes, imbalance)
+    train, held = [], []
+    for k, rows in enumerate(PARTITIONS[partition](y[kept], clients, alpha, seed)):
+        rows = kept[rows]
+        sizes = np.bincount(y[rows], minlength=dataset.classes)
+        out = rows[draw(y[rows], whole(sizes * validation), stream(seed, VALIDATION, k))]
+        train.append(np.setdiff1d(rows, out, assume_unique=True))
+        held.append(out)
+    counts = np.stack([np.bincount(y[rows], minlength=dataset.classes) for rows in train]).astype(np.int64)
+    tests = local_tests(dataset.y_test, counts, test_alloc, seed)
+    return Split(tuple(train), tuple(held), tests, counts)
+
+
+def local_tests(y: Labels, counts: Rows, test_alloc: str, seed: int) -> tuple[Rows, ...]:
+    """Draw each client's test rows in the proportions of its training counts; clients may share rows."""
+    available = np.bincount(y, minlength=counts.shape[1])
+    scaled, total = counts * len(y), int(counts.sum())
+    sizes = -(-scaled // total) if test_alloc == "ceil_owned" else scaled // total
+    sizes = np.minimum(sizes, available)
+    for k in np.flatnonzero((sizes.sum(1) == 0) & (counts.sum(1) > 0)):
+        # a client with data is tested on something: its most frequent class that can be tested at all
+        testable = np.where(available > 0, counts[k], 0)
+        sizes[k, testable.argmax()] = int(testable.max() > 0)
+    return tuple(draw(y, size, stream(seed, TESTS, k)) for k, size in enumerate(sizes))
+
+
+def describe(dataset: Dataset, split: Split) -> dict[str, Any]:
+    """Sum up the data of a run for its record."""
+    sizes = split.counts.sum(1)
+    return {
+        "name": dataset.name,
+        "digest": dataset.digest,
+        "classes": dataset.classes,
+        "train": int(sizes.sum()),
+        "validation": sum(len(rows) for rows in split.validation),
+        "class_counts": split.global_counts.tolist(),
+        "clients": len(sizes),
+        "client_sizes": {"min": int(sizes.min()), "median": float(np.median(sizes)), "max": int(sizes.max())},
+        "empty_tests": split.empty_tests,
+        "split": split.digest,
+    }

@@ -1,0 +1,342 @@
+"""The round loop: a Cohort for the algorithm's server half, and the Driver that owns all state; no Ray inside."""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from algorithms.base import Algorithm, Phase, State, Sum
+from algorithms.params import Params
+from orchestrator.checkpoint import RunDirectory, fingerprint
+from orchestrator.client import CPU, SAMPLING, SERVER, Job, Result, Worker, network, place, size, stream
+from orchestrator.data import Dataset, Split, split
+from orchestrator.evaluate import Scores, TestSet
+from orchestrator.experiment import Experiment
+
+JOBS = 32  #: a call is cut into at most this many jobs, whoever runs them
+
+
+def data_key(experiment: Experiment) -> str:
+    """Return what tells data sets apart."""
+    return f"{experiment.data.name}@{experiment.data.root or ''}"
+
+
+def split_for(experiment: Experiment, dataset: Dataset) -> Split:
+    """Cut the data set for the experiment's clients."""
+    data = experiment.data
+    return split(
+        dataset,
+        clients=data.clients,
+        partition=data.partition,
+        alpha=data.alpha,
+        imbalance=data.imbalance,
+        test_alloc=data.test_alloc,
+        validation=data.validation,
+        seed=experiment.seed,
+    )
+
+
+class Engine(Protocol):
+    """Whoever does the jobs."""
+
+    def put(self, value: Any) -> Any:
+        """Make a value available to all workers, once, and return what to pass to `run`."""
+
+    def run(self, jobs: Sequence[Job], shared: Any, origin: Any) -> list[Result]:
+        """Do all jobs and return their results in the order of the jobs."""
+
+
+class InProcess:
+    """The engine without Ray: one worker in this process, job after job."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        torch.set_num_threads(worker.experiment.cluster.threads)
+
+    def put(self, value: Any) -> Any:
+        """Return the value itself."""
+        return value
+
+    def run(self, jobs: Sequence[Job], shared: Any, origin: Any) -> list[Result]:
+        """Do the jobs in order."""
+        return [self.worker.do(job, shared, origin) for job in jobs]
+
+
+def cut(ids: Sequence[int]) -> list[tuple[int, ...]]:
+    """Cut the sampled clients into jobs by a rule that looks at nothing else, so that sums always fold alike."""
+    return [tuple(part.tolist()) for part in np.array_split(np.array(ids, dtype=int), min(JOBS, len(ids))) if len(part)]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One round of the plan: which phase of which algorithm, and where in it."""
+
+    part: int
+    phase: Phase
+    name: str  #: for people and logs, e.g. "fedavg.train"
+    number: int  #: of the phase, from 0
+    round: int  #: within the phase, from 0
+    rounds: int  #: of the phase
+
+    @property
+    def last(self) -> bool:
+        """Whether the phase ends with this round."""
+        return self.round + 1 == self.rounds
+
+
+class Cohort:
+    """The clients of one round, seen from the server; `algorithms.base.Cohort` tells what each member is for."""
+
+    def __init__(self, driver: Driver, ids: Sequence[int], turn: Turn, rng: np.random.Generator) -> None:
+        self.ids, self.population = list(ids), len(driver.selectable)
+        self.progress, self.rng = turn.round / turn.rounds, rng
+        self._driver, self._turn = driver, turn
+
+    def sum(self, local: Callable[..., Sum], *shared: Any) -> Sum:
+        """Run a client method on every client and add up what they return."""
+        return self.sum_by(dict.fromkeys(self.ids), local, *shared)[None]
+
+    def sum_by(self, key: Mapping[int, Hashable], local: Callable[..., Sum], *shared: Any) -> dict[Hashable, Sum]:
+        """Run a client method on the clients that have a key, and add up by key."""
+        totals: dict[Hashable, Sum] = {}
+        for result in self._driver.call(sorted(key), local.__name__, shared, keys=key):
+            for k, part in result.sums.items():
+                totals[k] = totals[k] + part if k in totals else part
+        if not totals:
+            raise RuntimeError(f"no usable update from any of the {len(key)} clients of this round")
+        return totals
+
+    def map(self, local: Callable[..., Any], *shared: Any, each: Mapping[int, Any] | None = None) -> dict[int, Any]:
+        """Run a client method on every client and return each one's value; `each` adds an argument per client."""
+        results = self._driver.call(self.ids, local.__name__, shared, each=each)
+        return {id: value for result in results for id, value in result.values.items()}
+
+    def only(self, ids: Sequence[int]) -> Cohort:
+        """Return the cohort of just these clients of the population."""
+        return Cohort(self._driver, sorted(ids), self._turn, self.rng)
+
+
+class Driver:
+    """Runs an experiment round by round and owns what must not be lost: the server's and all clients' memory."""
+
+    def __init__(
+        self, experiment: Experiment, dataset: Dataset, split: Split, engine: Engine, directory: Path | None = None
+    ) -> None:
+        self.experiment, self.dataset, self.split, self.engine = experiment, dataset, split, engine
+        self.parts: tuple[Algorithm, ...] = experiment.chain().parts
+        self.plan = _plan(experiment)
+        self.selectable = np.flatnonzero(split.counts.sum(1) > 0).tolist()
+        self.tests = TestSet(dataset.y_test, dataset.classes)
+        self.directory = None if directory is None else RunDirectory(directory)
+        self.history: list[dict[str, Any]] = []
+        self.round = 0
+        self._saved, self._write_s, self._changed = time.monotonic(), 0.0, set[int]()
+        if not self._resume():
+            self._enter(0, Params.of(network(experiment, dataset)))
+
+    # Rounds --------------------------------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Whether every phase has run."""
+        return self.round == len(self.plan)
+
+    def _enter(self, part: int, model: Params) -> None:
+        """Begin an algorithm of the chain, from a model."""
+        self.part, self.origin = part, place(model, CPU)
+        self.server = State(place(self.parts[part].server_state(self.origin), CPU))
+        self.memory: dict[int, dict[str, Any]] = {}
+        self._origin = self.engine.put(self.origin)
+        self._changed = set()
+
+    def advance(self) -> dict[str, Any]:
+        """Run the next round, evaluate if it is due, write it down, and return its line of the log."""
+        began = time.perf_counter()
+        turn = self.plan[self.round]
+        if turn.part != self.part:
+            self._enter(turn.part, self.server.model)
+        self._pending: dict[int, dict[str, Any]] = {}
+        self._calls, self._loss, self._steps, self._up, self._down = 0, 0.0, 0, 0, 0
+        self._rejected: dict[int, str] = {}
+        seed = self.experiment.seed
+        rng = np.random.default_rng(stream(seed, SERVER, self.round))
+        torch.manual_seed(stream(seed, SERVER, self.round, 1))
+        turn.phase.step(self.server, Cohort(self, self._draw(turn), turn, rng))  # type: ignore[arg-type]
+        # The round is in: only now it counts.
+        self.server = State(place(self.server.fields(), CPU))
+        self.memory |= self._pending
+        self._changed |= set(self._pending)
+        self.round += 1
+        metrics: dict[str, float] = {"time/train": time.perf_counter() - began}
+        if self._steps:
+            metrics["train/loss"] = self._loss / self._steps
+        metrics |= {"bytes/up": float(self._up), "bytes/down": float(self._down)}
+        if self._rejected:
+            metrics["clients/rejected"] = float(len(self._rejected))
+        if turn.last or (turn.round + 1) % self.experiment.evaluate.every == 0:
+            started = time.perf_counter()
+            scores = self.evaluate()
+            metrics |= scores.metrics()
+            metrics["time/evaluate"] = time.perf_counter() - started
+            if turn.last:
+                self._tables(scores, turn)
+        metrics["time/checkpoint"] = self._write_s
+        metrics["time/round"] = time.perf_counter() - began
+        line = {"round": self.round, "phase": turn.name, "time": time.time(), "metrics": metrics}
+        if self._rejected:
+            line["rejected"] = list(self._rejected.values())
+        self.history.append(line)
+        if self.directory:
+            self.directory.log(line)
+            self._checkpoint(turn.last)
+        return line
+
+    def _draw(self, turn: Turn) -> list[int]:
+        """Draw the clients of this round, uniformly without replacement."""
+        wanted = self.experiment.clients_per_round
+        if turn.phase.everyone or wanted is None or wanted >= len(self.selectable):
+            return list(self.selectable)
+        rng = np.random.default_rng(stream(self.experiment.seed, SAMPLING, self.round))
+        return sorted(rng.choice(self.selectable, wanted, replace=False).tolist())
+
+    def call(
+        self,
+        ids: Sequence[int],
+        method: str,
+        shared: tuple[Any, ...],
+        keys: Mapping[int, Hashable] | None = None,
+        each: Mapping[int, Any] | None = None,
+    ) -> list[Result]:
+        """Run a client method on clients, and keep what they remember until the round is in."""
+        shared, each = place(shared, CPU), None if each is None else place(each, CPU)
+        local = self.experiment.local
+        lr = local.lr if local.schedule is None else local.schedule.rate(local.lr, self.round)
+        job = Job(
+            "run", self.part, method, (), self.round, self._calls, lr,
+            skip_bad=self.experiment.failures.bad_update == "skip",
+        )  # fmt: skip
+        jobs = [
+            replace(
+                job,
+                ids=part,
+                memory=self._remembered(part),
+                keys=None if keys is None else {id: keys[id] for id in part},
+                each=None if each is None else {id: each[id] for id in part},
+            )
+            for part in cut(ids)
+        ]
+        results = self.engine.run(jobs, self.engine.put(shared), self._origin)
+        self._calls += 1
+        self._down += size(shared) * len(ids) + (0 if each is None else size(each))
+        for result in results:
+            self._pending |= result.memory
+            self._rejected |= result.rejected
+            self._loss, self._steps = self._loss + result.loss, self._steps + result.steps
+            self._up += result.bytes_up
+        return results
+
+    def _remembered(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Return what these clients remember, this round's own changes included."""
+        known = self.memory | self._pending if self._pending else self.memory
+        return {id: known[id] for id in ids if id in known}
+
+    # Evaluation ----------------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> Scores:
+        """Score the generic model on the balanced test and every client's own model on its classes."""
+        self._pending = {}
+        scores = Scores(self.split, self.dataset.y_train, self.dataset.y_test)
+        algorithm, what = self.parts[self.part], self.experiment.evaluate.what
+        view = place(algorithm.view(self.server), CPU)
+        somebody, blocks = self.selectable[0], self.tests.blocks
+        one_for_all = type(algorithm).personal is Algorithm.personal
+        logits = None
+        if "generic" in what or one_for_all:
+            ranges = [(part[0], part[-1] + 1) for part in cut(range(len(blocks)))]
+            job = Job("predict", self.part, "generic", (somebody,), memory=self._remembered([somebody]))
+            jobs = [replace(job, each={somebody: r}) for r in ranges]
+            parts = [r.values.get(somebody) for r in self.engine.run(jobs, self.engine.put(view), self._origin)]
+            logits = None if any(p is None for p in parts) else torch.cat(parts)  # type: ignore[arg-type]
+        if logits is not None and "generic" in what:
+            labels = torch.from_numpy(self.dataset.y_test[self.tests.order])
+            hits = labels[logits.argmax(1) == labels]
+            scores.generic = torch.bincount(hits, minlength=self.dataset.classes).numpy()
+        if "personal" in what:
+            shared = one_for_all and logits is not None
+            method = "shared" if shared else "personal"
+            jobs = [
+                Job("count", self.part, method, part, memory=self._remembered(part)) for part in cut(self.selectable)
+            ]
+            results = self.engine.run(jobs, self.engine.put((logits, *view) if shared else view), self._origin)
+            hits_of = {id: hits for result in results for id, hits in result.values.items()}
+            scores.personal = torch.stack([hits_of[id] for id in self.selectable]).numpy()
+        return scores
+
+    def _tables(self, scores: Scores, turn: Turn) -> None:
+        """Write a phase's results per class and per client beside the run."""
+        if self.directory is None:
+            return
+        folder = self.directory.path / "artifacts" / f"{turn.number + 1}-{turn.name}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, rows in (("per_class", scores.per_class()), ("per_client", scores.per_client())):
+            if rows:
+                with (folder / f"{name}.csv").open("w", newline="") as file:
+                    writer = csv.DictWriter(file, list(rows[0]))
+                    writer.writeheader()
+                    writer.writerows(rows)
+
+    # What must not be lost -----------------------------------------------------------------------------------------
+
+    def _checkpoint(self, phase_ends: bool) -> None:
+        """Write a checkpoint when enough time has passed to make its cost negligible, and at the end of a phase."""
+        since = time.monotonic() - self._saved
+        if phase_ends or since >= max(self.experiment.failures.checkpoint_s, 50 * self._write_s):
+            self.checkpoint()
+
+    def checkpoint(self) -> None:
+        """Write a checkpoint now."""
+        assert self.directory is not None
+        began = time.monotonic()
+        run = {"round": self.round, "part": self.part, "origin": self.origin, "server": self.server.fields()}
+        self.directory.save(self.round, run, self.memory, self._changed)
+        self._changed = set()
+        self._saved = time.monotonic()
+        self._write_s = self._saved - began
+
+    def _resume(self) -> bool:
+        """Take up the run where its directory's checkpoint left it."""
+        loaded = self.directory.load() if self.directory else None
+        if loaded is None or self.directory is None:
+            return False
+        run, memory = loaded
+        self.history = [line for line in self.directory.lines() if line["round"] <= run["round"]]
+        self.round, self.part, self.origin = run["round"], run["part"], run["origin"]
+        self.server, self.memory = State(run["server"]), memory
+        self._origin = self.engine.put(self.origin)
+        return True
+
+    def fingerprint(self) -> str:
+        """Return a hash of everything that was computed: both halves' memory and all metrics but the clock's."""
+        kept = [
+            [line["round"], line["phase"], {k: v for k, v in line["metrics"].items() if not k.startswith("time/")}]
+            for line in self.history
+        ]
+        return fingerprint(self.server.fields(), self.memory, kept)
+
+
+def _plan(experiment: Experiment) -> list[Turn]:
+    """Lay out all rounds of all phases."""
+    chain = experiment.chain()
+    return [
+        Turn(part, phase, f"{chain.parts[part].name}.{phase.step.__name__}", number, round, rounds)
+        for number, (part, phase) in enumerate(chain.phases())
+        for rounds in [experiment.rounds if phase.rounds is None else phase.rounds]
+        for round in range(rounds)
+    ]

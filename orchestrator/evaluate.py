@@ -1,0 +1,227 @@
+"""From hits per class to the metrics of the five papers, all at once.
+
+Clients count, the driver divides: what crosses the wire are integers (and the generic model's logits), so the result
+does not depend on who counted what.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from orchestrator.data import Split
+
+if TYPE_CHECKING:
+    from algorithms.params import Params
+    from orchestrator.client import Job, Result, Worker
+
+BLOCK = 512  #: test images per forward pass
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+#: What is counted for each client and class.
+OWNED, MASKED, MATCHED, HELD_OUT = range(4)
+
+SPLITS = "many", "medium", "few", "head", "middle", "tail"
+SPLIT_METRICS = "generic/acc", "personal/acc_dist", "personal/acc_owned"
+
+
+def known_metrics() -> list[str]:
+    """List every metric that a sweep may rank by."""
+    plain = ["personal/acc_owned_masked", "personal/acc_worst10", "generic/recall_tail", "train/loss"]
+    held_out = ["validation/acc_dist", "validation/acc_owned"]
+    return [*SPLIT_METRICS, *(f"{m}_{s}" for m in SPLIT_METRICS for s in SPLITS), *plain, *held_out]
+
+
+# On the workers ------------------------------------------------------------------------------------------------------
+
+
+class TestSet:
+    """The test images sorted by class and cut into blocks of one class each, the same for every worker."""
+
+    def __init__(self, labels: IntArray, classes: int) -> None:
+        self.order = np.argsort(labels, kind="stable")
+        self.position = np.argsort(self.order, kind="stable")
+        edges = np.concatenate([[0], np.cumsum(np.bincount(labels, minlength=classes))]).tolist()
+        self.blocks = [
+            (c, start, min(start + BLOCK, edges[c + 1]))
+            for c in range(classes)
+            for start in range(edges[c], edges[c + 1], BLOCK)
+        ]
+
+
+def predict(worker: Worker, job: Job, view: tuple[Any, ...], origin: Params, result: Result) -> None:
+    """Return the generic model's logits on a range of test blocks."""
+    (somebody,) = job.ids
+    client = worker.client(somebody, job.part, job.memory, origin, 0)
+    assert job.each is not None
+    first, last = job.each[somebody]
+    model = worker.parts[job.part].generic(client, *view)
+    if model is not None:
+        logits = []
+        for _, start, stop in worker.tests.blocks[first:last]:
+            with worker.predicting():
+                logits.append(model(worker.images(worker.x_test, worker.tests.order[start:stop])))
+        result.values[somebody] = torch.cat(logits).cpu()
+
+
+def count(worker: Worker, job: Job, view: tuple[Any, ...], origin: Params, result: Result) -> None:
+    """Count each client's hits with its own model, or with the given logits where all share one model."""
+    shared = view[0] if job.method == "shared" else None
+    classes = worker.counts.shape[1]
+    clients, models = [], {}
+    for id in job.ids:
+        client = worker.client(id, job.part, job.memory, origin, 0)
+        clients.append((client, (worker.counts[id] > 0), worker.tests.position[worker.split.test[id]]))
+        models[id] = None if shared is not None else worker.parts[job.part].personal(client, *view)
+        result.values[id] = torch.zeros(4, classes, dtype=torch.int64)
+    for c, start, stop in worker.tests.blocks:
+        holders = [entry for entry in clients if entry[1][c]]
+        if not holders:
+            continue
+        x = worker.images(worker.x_test, worker.tests.order[start:stop]) if shared is None else None
+        with worker.predicting():
+            for client, owned, local in holders:
+                model = models[client.id]
+                logits = model(x) if model is not None else shared[start:stop]  # type: ignore[index]
+                hit = logits.argmax(1) == c
+                inside = torch.as_tensor(local[(local >= start) & (local < stop)] - start, device=hit.device)
+                hits = result.values[client.id]
+                hits[OWNED, c] += int(hit.sum())
+                hits[MASKED, c] += int((logits.masked_fill(~owned, -math.inf).argmax(1) == c).sum())
+                hits[MATCHED, c] += int(hit[inside].sum())
+    for client, _, _ in clients:
+        rows = worker.split.validation[client.id]
+        model = models[client.id] or (worker.parts[job.part].generic(client, *view[1:]) if len(rows) else None)
+        for part in np.split(rows, range(BLOCK, len(rows), BLOCK)) if model else ():
+            with worker.predicting():
+                y = worker.y_train[part].to(worker.device)
+                right = y[model(worker.images(worker.x_train, part)).argmax(1) == y]
+            result.values[client.id][HELD_OUT] += torch.bincount(right.cpu(), minlength=classes)
+
+
+# On the driver -------------------------------------------------------------------------------------------------------
+
+
+def groups(counts: IntArray) -> dict[str, IntArray]:
+    """Return the classes of each shot group: LDAE's by count, FedLoGe's by cumulative share of the samples."""
+    by_size = np.argsort(-counts, kind="stable")
+    share = np.cumsum(counts[by_size]) / counts.sum()
+    # A class belongs to the group in which it starts: the one that crosses a border is still inside.
+    before = np.concatenate([[0.0], share[:-1]])
+    named = {
+        "many": counts > 100,
+        "medium": (counts >= 20) & (counts <= 100),
+        "few": counts < 20,
+    }
+    split = {k: np.flatnonzero(v) for k, v in named.items()}
+    split["head"] = np.sort(by_size[before < 0.75])
+    split["middle"] = np.sort(by_size[(before >= 0.75) & (before < 0.95)])
+    split["tail"] = np.sort(by_size[before >= 0.95])
+    return split
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    """Return the mean of the values that exist, or None."""
+    there = [v for v in values if not math.isnan(v)]
+    return float(sum(there) / len(there)) if there else None
+
+
+def _rates(hits: Array, totals: Array) -> Array:
+    """Return hits / totals where there is something to hit, NaN elsewhere."""
+    return np.divide(hits, totals, out=np.full(np.shape(hits), np.nan), where=totals > 0)
+
+
+class Scores:
+    """All counts of one evaluation, and what the papers make of them."""
+
+    def __init__(self, split: Split, y_train: IntArray, y_test: IntArray) -> None:
+        classes = split.counts.shape[1]
+        self.split, self.groups = split, groups(split.counts.sum(0))
+        self.clients = np.flatnonzero(split.counts.sum(1) > 0)
+        self.test = np.bincount(y_test, minlength=classes)
+        count = {
+            "test": [np.bincount(y_test[rows], minlength=classes) for rows in split.test],
+            "validation": [np.bincount(y_train[rows], minlength=classes) for rows in split.validation],
+        }
+        self.matched, self.held_out = (np.stack(count[k])[self.clients] for k in ("test", "validation"))
+        self.generic: IntArray | None = None
+        self.personal: IntArray | None = None  # [client, what, class]
+
+    def per_class(self) -> list[dict[str, Any]]:
+        """Return a table with a row per class."""
+        owners = self.split.counts[self.clients] > 0
+        rows = []
+        for c, train in enumerate(self.split.counts.sum(0).tolist()):
+            row = {"class": c, "train": train, "test": int(self.test[c]), "clients": int(owners[:, c].sum())}
+            if self.generic is not None:
+                row["generic_acc"] = float(self.generic[c] / max(1, self.test[c]))
+            if self.personal is not None:
+                accuracies = self.personal[owners[:, c], OWNED, c] / max(1, self.test[c])
+                row["personal_acc_owned"] = float(accuracies.mean()) if len(accuracies) else None
+            rows.append(row)
+        return rows
+
+    def per_client(self) -> list[dict[str, Any]]:
+        """Return a table with a row per client."""
+        if self.personal is None:
+            return []
+        dist, owned, masked = self._dist(), self._owned(OWNED), self._owned(MASKED)
+        return [
+            {
+                "client": int(k),
+                "train": int(self.split.counts[k].sum()),
+                "classes": int((self.split.counts[k] > 0).sum()),
+                "test": int(self.matched[i].sum()),
+                "acc_dist": None if math.isnan(dist[i]) else dist[i],
+                "acc_owned": None if math.isnan(owned[i]) else owned[i],
+                "acc_owned_masked": None if math.isnan(masked[i]) else masked[i],
+            }
+            for i, k in enumerate(self.clients)
+        ]
+
+    def _dist(self, among: Sequence[int] | IntArray | slice = slice(None)) -> list[float]:
+        """Return each client's accuracy on its own, distribution-matched test images of some classes."""
+        assert self.personal is not None
+        hits, totals = self.personal[:, MATCHED][:, among].sum(1), self.matched[:, among].sum(1)
+        return list(_rates(hits, totals).tolist())
+
+    def _owned(self, what: int, among: Sequence[int] | IntArray | slice = slice(None)) -> list[float]:
+        """Return each client's mean over its owned classes of the accuracy on all test images of the class."""
+        assert self.personal is not None
+        owned = ((self.split.counts[self.clients] > 0) & (self.test > 0))[:, among]
+        rates = _rates(self.personal[:, what], np.broadcast_to(self.test, self.personal[:, what].shape))[:, among]
+        return list(_rates(np.where(owned, rates, 0.0).sum(1), owned.sum(1)).tolist())
+
+    def metrics(self) -> dict[str, float]:
+        """Return every metric that this evaluation defines."""
+        found: dict[str, float | None] = {}
+        if self.generic is not None:
+            recalls = _rates(self.generic, self.test)
+            found["generic/acc"] = float(self.generic.sum() / self.test.sum())
+            for name, members in self.groups.items():
+                found[f"generic/acc_{name}"] = _mean(
+                    [_rates(self.generic[members].sum(), self.test[members].sum()).item()]
+                )
+            found["generic/recall_tail"] = _mean(recalls[self.groups["tail"]].tolist())
+        if self.personal is not None:
+            accuracies = self._dist()
+            found["personal/acc_dist"] = _mean(accuracies)
+            found["personal/acc_owned"] = _mean(self._owned(OWNED))
+            found["personal/acc_owned_masked"] = _mean(self._owned(MASKED))
+            for name, members in self.groups.items():
+                found[f"personal/acc_dist_{name}"] = _mean(self._dist(members))
+                found[f"personal/acc_owned_{name}"] = _mean(self._owned(OWNED, members))
+            worst = sorted(a for a in accuracies if not math.isnan(a))
+            found["personal/acc_worst10"] = _mean(worst[: math.ceil(len(worst) / 10)])
+            if self.held_out.sum():
+                rates = _rates(self.personal[:, HELD_OUT], self.held_out)
+                found["validation/acc_dist"] = _mean(
+                    _rates(self.personal[:, HELD_OUT].sum(1), self.held_out.sum(1)).tolist()
+                )
+                found["validation/acc_owned"] = _mean([_mean(r) or 0.0 for r in rates.tolist() if _mean(r) is not None])
+        return {k: v for k, v in found.items() if v is not None}

@@ -1,0 +1,575 @@
+"""An experiment and its parts: frozen, validated, a default for every key; and how a file with one is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path as FilePath
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    WrapValidator,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+import algorithms
+from algorithms.base import Algorithm, Chain
+from algorithms.losses import LOSSES, Loss
+from algorithms.priors import PRIORS
+from orchestrator.yaml_file import Document, InputError, Path, dotted, emit, load, parse, short, told
+
+T = TypeVar("T")
+Named = tuple[str, dict[str, Any]]  # of an algorithm or a loss: its name and all its hyperparameters
+
+
+# What is wrong, and where -------------------------------------------------------------------------------------------
+
+
+class Complaint(NamedTuple):
+    """One mistake: its path, what is wrong and what would be right, and whether the key itself is the mistake."""
+
+    path: Path
+    text: str
+    key: bool = False
+
+
+_WANTED = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("tuple_type", "list_type"), "a list"),
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "a mapping of keys to values"),
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "too_short": "a list of at least one",
+    "greater_than": "> {gt:g}",
+    "greater_than_equal": ">= {ge:g}",
+    "less_than": "< {lt:g}",
+    "less_than_equal": "<= {le:g}",
+    "literal_error": "{expected}",
+    "wanted": "{wanted}",
+}
+
+
+def _unknown(key: str, known: Iterable[str]) -> str:
+    known = list(known)
+    return f"unknown key '{key}'; {algorithms.nearest(key, known) if known else 'there are none to set here'}"
+
+
+def complaints(error: ValidationError, model: type[BaseModel] | None = None) -> list[Complaint]:
+    """Translate what pydantic found."""
+    found: list[Complaint] = []
+    for each in error.errors(include_url=False):
+        path, kind, context = each["loc"], each["type"], each.get("ctx", {})
+        if kind == "within":
+            found += [inner._replace(path=(*path, *inner.path)) for inner in context["complaints"]]
+        elif kind == "extra_forbidden":
+            found.append(Complaint(path, _unknown(str(path[-1]), _fields(model, path[:-1])), True))
+        elif kind in _WANTED:
+            wanted = _WANTED[kind].format(**context)
+            found.append(Complaint(path, f"must be {wanted}, not {short(each['input'])}"))
+        else:
+            found.append(Complaint(path, str(context.get("error", each["msg"]))))
+    return found
+
+
+def _fields(model: type[BaseModel] | None, path: Path) -> list[str]:
+    for key in path:
+        hint = model.model_fields[str(key)].annotation if model else None
+        inside = [hint, *typing.get_args(hint)]
+        model = next((t for t in inside if isinstance(t, type) and issubclass(t, BaseModel)), None)
+    return list(model.model_fields) if model else []
+
+
+def _within(found: Sequence[Complaint]) -> PydanticCustomError:
+    text = "; ".join(f"{dotted(c.path)}: {c.text}" if c.path else c.text for c in found)
+    return PydanticCustomError("within", "{text}", {"text": text, "complaints": list(found)})
+
+
+def _wanted(what: str) -> PydanticCustomError:
+    return PydanticCustomError("wanted", "must be {wanted}", {"wanted": what})
+
+
+# Types of values ----------------------------------------------------------------------------------------------------
+
+
+def _no_truth(value: Any) -> Any:
+    if isinstance(value, bool):  # which is a number to Python, but not to a reader
+        raise _wanted("a number")
+    return value
+
+
+def _either(value: Any, alternatives: Any) -> Any:
+    try:
+        return alternatives(value)
+    except ValidationError as error:
+        kinds = [(_WANTED.get(each["type"], each["msg"]), each.get("ctx", {})) for each in error.errors()]
+        raise _wanted(" or ".join(dict.fromkeys(text.format(**context) for text, context in kinds))) from None
+
+
+Whole = Annotated[int, BeforeValidator(_no_truth)]
+Count = Annotated[Whole, Field(ge=1)]
+Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_no_truth)]
+Positive = Annotated[Number, Field(gt=0)]
+NotNegative = Annotated[Number, Field(ge=0)]
+
+
+def _typed(hint: Any, bounds: Mapping[str, Any]) -> Any:
+    """Put bounds and strictness on the numbers in a hyperparameter's type."""
+    if hint in (int, float):
+        return Annotated[Whole if hint is int else Number, Field(**bounds)]
+    inside = tuple(_typed(each, bounds) for each in typing.get_args(hint))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return Annotated[typing.Union[inside], WrapValidator(_either)]  # noqa: UP007
+    return types.GenericAlias(tuple, inside) if typing.get_origin(hint) is tuple else hint
+
+
+@cache
+def _adapters(kind: Hashable) -> dict[str, TypeAdapter[Any]]:
+    assert isinstance(kind, type)
+    hints = typing.get_type_hints(kind)
+    return {f.name: TypeAdapter(_typed(hints[f.name], f.metadata)) for f in dataclasses.fields(kind)}
+
+
+def _make(kind: type[T], given: Any) -> T:
+    """Build an algorithm or a loss from its hyperparameters."""
+    if not isinstance(given, Mapping):
+        raise _within([Complaint((), f"must be a mapping of hyperparameters, not {short(given)}")])
+    adapters, values, found = _adapters(kind), dict[str, Any](), list[Complaint]()
+    for key, value in given.items():
+        try:
+            values[key] = adapters[key].validate_python(value)
+        except KeyError:
+            found.append(Complaint((key,), _unknown(str(key), adapters), True))
+        except ValidationError as error:
+            found += [each._replace(path=(key, *each.path)) for each in complaints(error)]
+    if found:
+        raise _within(found)
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise _within([Complaint((), str(error))]) from None
+
+
+def _knobs(made: Any) -> dict[str, Any]:
+    return {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
+
+
+def _loss(value: Any) -> Any:
+    if isinstance(value, str):
+        value = {value: {}}
+    if not isinstance(value, Mapping) or len(value) != 1:
+        raise _wanted("one loss: a name, or {name: {hyperparameter: value}}")
+    ((name, given),) = value.items()
+    if name not in LOSSES:
+        raise _within([Complaint((), f"there is no loss '{name}'; {algorithms.nearest(str(name), LOSSES)}")])
+    try:
+        return name, _knobs(_make(LOSSES[name], {} if given is None else given))
+    except PydanticCustomError as error:
+        raise _inside((name,), error) from None
+
+
+def _inside(path: Path, error: PydanticCustomError) -> PydanticCustomError:
+    found: list[Complaint] = (error.context or {})["complaints"]
+    return _within([each._replace(path=(*path, *each.path)) for each in found])
+
+
+def listed(value: Any) -> Any:
+    """Spell out the short forms of a chain: a name, one mapping, names among mappings, no hyperparameters."""
+    if isinstance(value, str) or (isinstance(value, Mapping) and len(value) == 1):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        return value
+    entries = [{entry: {}} if isinstance(entry, str) else entry for entry in value]
+    return [{k: {} if v is None else v for k, v in e.items()} if isinstance(e, Mapping) else e for e in entries]
+
+
+def _chain(value: Any) -> Any:
+    entries = listed(value)
+    if not isinstance(entries, list) or not entries:
+        raise _wanted("an algorithm's name or a list of {name: {hyperparameter: value}}")
+    chain, found = list[Named](), list[Complaint]()
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, Mapping) or len(entry) != 1:
+            found.append(Complaint((i,), f"must be one {{name: {{hyperparameter: value}}}}, not {short(entry)}"))
+            continue
+        ((name, given),) = entry.items()
+        try:
+            kind: type[Algorithm] = algorithms.find(str(name))
+        except ValueError as error:
+            found.append(Complaint((i, name), str(error), True))
+            continue
+        try:
+            made = _make(kind, given)
+        except PydanticCustomError as error:
+            found += (_inside((i, name), error).context or {})["complaints"]
+            continue
+        if kind.after and not chain:
+            chain.append((kind.after, _knobs(algorithms.find(kind.after)())))
+        chain.append((str(name), _knobs(made)))
+    if found:
+        raise _within(found)
+    return tuple(chain)
+
+
+def _gpu_share(value: float | str) -> float | str:
+    if isinstance(value, str) or value == 0:
+        return value
+    if value > 1:
+        if value != int(value):
+            raise ValueError(f"must be a whole number above 1, not {value:g}; choose {int(value)} or {int(value) + 1}")
+    elif 1 - (fit := math.floor(1 / value + 1e-9)) * value > 0.011:  # 0.33 is as good as a third
+        good = [math.floor(1e4 / k) / 1e4 for k in (fit + 1, fit)]
+        raise ValueError(
+            f"must be a share 1/k of a GPU, not {value:g}, which leaves {1 - fit * value:.0%} of each GPU unused; "
+            f"choose {good[0]:g} or {good[1]:g}"
+        )
+    return value
+
+
+# The parts ----------------------------------------------------------------------------------------------------------
+
+
+class Part(BaseModel):
+    """A part of an experiment: frozen, and with no keys but its own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+
+class Data(Part):
+    """What is learned, and how it is spread over the clients."""
+
+    name: str = "digits"
+    root: str | None = None
+    clients: Count = 20
+    partition: Literal["per_class", "per_class_capped", "grouped_equal"] = "per_class"
+    alpha: Positive = 0.5
+    imbalance: Annotated[Number, Field(ge=1)] = 10.0
+    test_alloc: Literal["floor", "ceil_owned"] = "floor"
+    validation: Annotated[Number, Field(ge=0, lt=0.9)] = 0.0
+
+
+class Model(Part):
+    """The network; in a file its name alone will do, or nothing: then it is the usual one for the data set."""
+
+    name: str
+    width: Count | None = None
+    experts: Count | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        from orchestrator.models import MODELS
+
+        if name not in MODELS:
+            raise ValueError(f"there is no model '{name}'; {algorithms.nearest(name, MODELS)}")
+        return name
+
+    @field_validator("width", "experts")
+    @classmethod
+    def _taken(cls, value: int | None, info: ValidationInfo) -> int | None:
+        from orchestrator.models import MODELS
+
+        name = str(info.data.get("name"))
+        if value is not None and name in MODELS and info.field_name not in MODELS[name].options:
+            able = ", ".join(other for other in MODELS if info.field_name in MODELS[other].options)
+            raise ValueError(f"model '{name}' takes none; those that do: {able}")
+        return value
+
+
+class Schedule(Part):
+    """When the learning rate changes: at given rounds, or every so many."""
+
+    at: tuple[Annotated[Whole, Field(ge=0)], ...] = ()
+    every: Count | None = None
+    factor: Positive = 0.1
+
+    @model_validator(mode="after")
+    def _one(self) -> Schedule:
+        if self.at and self.every:
+            raise ValueError("give either 'at' or 'every', not both")
+        if not self.at and not self.every and self.factor != Schedule.model_fields["factor"].default:
+            raise ValueError("'factor' alone changes nothing; give 'at' (rounds) or 'every' (a number of rounds) too")
+        return self
+
+    def rate(self, lr: float, round: int) -> float:
+        """Return the learning rate of a round, counted from 0."""
+        changes = round // self.every if self.every else sum(round >= at for at in self.at)
+        return float(lr * self.factor**changes)
+
+
+class Local(Part):
+    """How a client learns."""
+
+    lr: Positive = 0.05
+    momentum: Annotated[Number, Field(ge=0, lt=1)] = 0.9
+    weight_decay: NotNegative = 0.0
+    batch: Count = 32
+    epochs: Count = 1
+    schedule: Schedule | None = None
+    loss: Annotated[Named, BeforeValidator(_loss)] = Field(default="ce", validate_default=True)
+    prior: str = Field(default="none", validate_default=True)
+    augment: Literal["auto", "none", "crop_flip"] = "auto"
+
+    @field_validator("prior")
+    @classmethod
+    def _fits(cls, prior: str, info: ValidationInfo) -> str:
+        if prior not in PRIORS:
+            raise ValueError(f"there is no prior '{prior}'; {algorithms.nearest(prior, PRIORS)}")
+        if "loss" in info.data:
+            loss = info.data["loss"][0]
+            others, users = sorted(PRIORS.keys() - {"none"}), [name for name in LOSSES if LOSSES[name].uses_prior]
+            if LOSSES[loss].uses_prior and prior == "none":
+                raise ValueError(f"loss '{loss}' needs a class prior; choose {' or '.join(others)}")
+            if not LOSSES[loss].uses_prior and prior != "none":
+                raise ValueError(f"loss '{loss}' uses no prior; choose none, or loss {' or '.join(users)}")
+        return prior
+
+    @field_serializer("loss")
+    def _plain(self, loss: Named) -> Any:
+        return {loss[0]: loss[1]} if loss[1] else loss[0]
+
+    def make_loss(self) -> Loss:
+        """Build the loss."""
+        name, knobs = self.loss
+        return LOSSES[name](**knobs)
+
+
+class Evaluate(Part):
+    """When the models are tested, and which; they always are at the end of a phase."""
+
+    every: Count = 5
+    what: Annotated[tuple[Literal["generic", "personal"], ...], Field(min_length=1)] = ("generic", "personal")
+
+
+class Failures(Part):
+    """What is done when something breaks."""
+
+    retries: Annotated[Whole, Field(ge=0)] = 3
+    client_timeout_s: Positive | None = None
+    bad_update: Literal["fail", "skip"] = "fail"
+    checkpoint_s: NotNegative = 30.0
+
+
+class Cluster(Part):
+    """Where the clients run."""
+
+    actors: Annotated[Count | Literal["auto", "per_client"], WrapValidator(_either)] = "auto"
+    gpu_per_actor: Annotated[NotNegative | Literal["auto"], WrapValidator(_either), AfterValidator(_gpu_share)] = "auto"
+    cpu_per_actor: Positive = 1.0
+    threads: Count = 1
+    driver_gpu: NotNegative = 0.0
+
+
+class Experiment(Part):
+    """Everything that determines one run."""
+
+    data: Data = Data()
+    model: Model = Field(default=None, validate_default=True)
+    algorithm: Annotated[tuple[Named, ...], BeforeValidator(_chain)] = Field(
+        default=algorithms.DEFAULT, validate_default=True
+    )
+    local: Local = Local()
+    rounds: Count = 20
+    clients_per_round: Count = Field(default=None, validate_default=True)
+    seed: Annotated[Whole, Field(ge=0)] = 0
+    evaluate: Evaluate = Evaluate()
+    failures: Failures = Failures()
+    cluster: Cluster = Cluster()
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _usual(cls, model: Any, info: ValidationInfo) -> Any:
+        from orchestrator.models import default_model
+
+        model = {"name": model} if isinstance(model, str) else {} if model is None else model
+        if isinstance(model, Mapping) and model.get("name") is None:
+            return {**model, "name": default_model(info.data.get("data", Data()).name)}
+        return model
+
+    @field_validator("clients_per_round", mode="before")
+    @classmethod
+    def _some(cls, number: Any, info: ValidationInfo) -> Any:
+        return min(10, info.data.get("data", Data()).clients) if number is None else number
+
+    @field_validator("clients_per_round")
+    @classmethod
+    def _present(cls, number: int, info: ValidationInfo) -> int:
+        if "data" in info.data and number > info.data["data"].clients:
+            raise ValueError(f"must be <= data.clients, which is {info.data['data'].clients}, not {number}")
+        return number
+
+    @field_serializer("algorithm")
+    def _plain(self, chain: tuple[Named, ...]) -> list[dict[str, Any]]:
+        return [{name: knobs} for name, knobs in chain]
+
+    def named_chain(self) -> tuple[Named, ...]:
+        """Return name and hyperparameters of every algorithm that runs, in order."""
+        return self.algorithm
+
+    def chain(self) -> Chain:
+        """Build the algorithms."""
+        return algorithms.build({name: knobs} for name, knobs in self.algorithm)
+
+
+class Search(Part):
+    """How a sweep looks for the best of its experiments."""
+
+    metric: str = "personal/acc_dist"
+    mode: Literal["max", "min"] = "max"
+    samples: Count = 1
+    concurrent: Count | None = None
+    scheduler: Literal["fifo", "asha"] = "fifo"
+
+    @field_validator("metric")
+    @classmethod
+    def _known(cls, metric: str) -> str:
+        from orchestrator.evaluate import known_metrics
+
+        if metric not in known_metrics():
+            raise ValueError(f"there is no metric '{metric}'; {algorithms.nearest(metric, known_metrics())}")
+        return metric
+
+
+# Files --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a file holds: how to search, and an experiment, some leaves of which may be left open."""
+
+    search: Search
+    experiment: dict[str, Any]
+    document: Document = field(default_factory=lambda: Document({}, {}), compare=False, repr=False)
+
+
+def problems(tree: Mapping[str, Any], model: type[Part] = Experiment) -> list[Complaint]:
+    """Say everything that is wrong with an experiment whose leaves are all filled in."""
+    try:
+        model.model_validate(tree)
+    except ValidationError as error:
+        return complaints(error, model)
+    return []
+
+
+#: Where a name stands for a mapping.
+_SHORT: dict[Path, Callable[[str], Any]] = {
+    ("model",): lambda name: {"name": name},
+    ("local", "loss"): lambda name: {name: {}},
+}
+
+
+def shown(path: Path, tree: Mapping[str, Any]) -> str:
+    """Write a path for people: an algorithm that occurs once goes by its name, `algorithm.<name>.<hyperparameter>`."""
+    entries = listed(tree.get("algorithm"))
+    if path[:1] == ("algorithm",) and len(path) > 2 and isinstance(entries, list):
+        same = sum(isinstance(entry, Mapping) and path[2] in entry for entry in entries)
+        path = (path[0], *path[2:]) if same == 1 else path
+    return dotted(path)
+
+
+def read(path: FilePath | None = None, text: str | None = None, overrides: Sequence[str] = ()) -> Sweep:
+    """Read a sweep from a file or a text, set what `path=value` overrides say, and check every candidate."""
+    from orchestrator.space import check
+
+    name = "<text>" if path is None else str(path)
+    content = text if text is not None else "" if path is None else load(path)
+    root = _rooted(parse(content, lambda line, column: f"{name}:{line}:{column}"))
+    _spell_out(root)
+    for override in overrides:
+        _override(root, override)
+    tree = dict(root.value)
+    searched = tree.pop("search", None)
+    found = [each._replace(path=("search", *each.path)) for each in problems(searched, Search)]
+    if found:
+        raise InputError([told(root.place(each.path, each.key), dotted(each.path), each.text) for each in found])
+    sweep = Sweep(Search.model_validate(searched), tree, root)
+    check(sweep)
+    return sweep
+
+
+def _override(root: Document, override: str) -> None:
+    keys, equals, value = override.partition("=")
+    flag = f"--set {override}"
+    if not equals or not all(keys.split(".")):
+        raise InputError([f"{flag}: must be dotted.path=value"])
+    root.put(keys.split("."), parse(value, lambda line, column: flag), _SHORT)
+    _spell_out(root)
+
+
+def _rooted(document: Document) -> Document:
+    """Bring both forms of a file to one: an experiment's keys, and `search`."""
+    tree = {} if document.value is None else document.value
+    if not isinstance(tree, dict):
+        raise InputError([f"{document.place(())}: must be a mapping of keys to values, not {short(tree)}"])
+    if not tree.keys() & {"search", "experiment"}:
+        return Document(tree, document.places)
+    found = []
+    for key in [key for key in tree if key not in ("search", "experiment")]:
+        near = algorithms.nearest(key, ["search", "experiment"])
+        hint = "move it under 'experiment'" if key in Experiment.model_fields else near
+        text = f"unknown key '{key}' beside 'search' and 'experiment'; {hint}"
+        found.append(told(document.place((key,), key=True), key, text))
+    inner = {} if tree.get("experiment") is None else tree["experiment"]
+    if not isinstance(inner, dict):
+        place = document.place(("experiment",))
+        found.append(f"{place}: experiment: must be a mapping of keys to values, not {short(inner)}")
+    elif "search" in inner:
+        place = document.place(("experiment", "search"), key=True)
+        found.append(f"{place}: experiment.search: unknown key; 'search' stands beside 'experiment', not inside")
+    if found:
+        raise InputError(found)
+    places = {at[1:] if at[:1] == ("experiment",) else at: where for at, where in document.places.items()}
+    return Document({**inner, "search": tree.get("search")}, places)
+
+
+def _spell_out(root: Document) -> None:
+    """Make the chain a list, so that every hyperparameter has one path only."""
+    chain = root.value.get("algorithm")
+    if isinstance(chain, dict) and len(chain) == 1:
+        moved = {at: where for at, where in root.places.items() if at[:1] == ("algorithm",) and len(at) > 1}
+        root.places = {at: where for at, where in root.places.items() if at not in moved}
+        root.places |= {("algorithm", 0, *at[1:]): where for at, where in moved.items()}
+    if "algorithm" in root.value:
+        root.value["algorithm"] = listed(chain)
+
+
+def read_experiment(path: FilePath) -> Experiment:
+    """Read a file that leaves nothing open."""
+    from orchestrator.space import leaves
+
+    sweep = read(path)
+    if leaves(sweep):
+        raise InputError([f"{path}: must leave nothing open"])
+    return Experiment.model_validate(sweep.experiment)
+
+
+def dump(experiment: Experiment) -> str:
+    """Write a resolved experiment as YAML that reads back to an equal one."""
+    return emit(experiment.model_dump(mode="json"))
+
+
+def dump_sweep(sweep: Sweep) -> str:
+    """Write a sweep with its open leaves as YAML that reads back to an equal one."""
+    return emit({"search": sweep.search.model_dump(mode="json"), "experiment": sweep.experiment})

@@ -1,0 +1,82 @@
+"""A network as two halves: a body that turns images into features, and a head that turns features into logits."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: Channels, height, width.
+Shape = tuple[int, int, int]
+
+
+class Network(nn.Module):
+    """A classifier cut into body and head, which knows the names of the parts that algorithms single out."""
+
+    body: nn.Module  #: image batch -> features [B, dim]
+    head: nn.Module  #: features -> logits [B, classes]
+
+    def __init__(
+        self,
+        body: nn.Module,
+        head: nn.Module,
+        *,
+        dim: int,
+        last_stage: str,
+        last_block: str,
+        activations: tuple[str, ...],
+        experts: tuple[tuple[str, ...], ...] = (),
+    ) -> None:
+        super().__init__()
+        self.body = body  # before the head: parameters are listed in this order, so the body's are contiguous
+        self.head = head
+        self.dim = dim
+        self.last_stage = last_stage  #: parameter-name prefix of the last stage
+        self.last_block = last_block  #: parameter-name prefix of the last block of that stage
+        self.activations = activations  #: submodules whose output is a map of activations larger than one pixel
+        self._experts = experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of a batch of images."""
+        logits: Tensor = self.head(self.body(x))
+        return logits
+
+    @property
+    def experts(self) -> int:
+        """How many experts share this network's trunk; 0 for a network that is not built of experts."""
+        return len(self._experts)
+
+    def expert_prefixes(self, i: int) -> tuple[str, ...]:
+        """Parameter-name prefixes of everything that expert i alone owns."""
+        if not 0 <= i < self.experts:
+            raise ValueError(f"there is no expert {i}: this network has {self.experts} experts, counted from 0")
+        return self._experts[i]
+
+
+def prepare(network: Network, shape: Shape) -> None:
+    """Make a new network fit for functional calls on images of this shape."""
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 0.1
+            module.num_batches_tracked = None  # an integer among float buffers, of no use to a constant momentum
+        if getattr(module, "inplace", False):
+            module.inplace = False  # type: ignore[assignment]  # would clobber an activation that somebody keeps
+    maps = map_sizes(network, shape)
+    network.activations = tuple(name for name in network.activations if maps[name].numel() > 1)
+
+
+def map_sizes(network: Network, shape: Shape) -> dict[str, torch.Size]:
+    """Height and width of each of the network's activation maps for images of this shape."""
+    sizes: dict[str, torch.Size] = {}
+
+    def note(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        sizes[name] = output.shape[2:]
+
+    hooks = [network.get_submodule(name).register_forward_hook(partial(note, name)) for name in network.activations]
+    # One blank image: tensors without storage would do, but their first use costs two seconds of imports per process.
+    with torch.no_grad():
+        network.eval()(torch.zeros(1, *shape))
+    network.train()
+    for hook in hooks:
+        hook.remove()
+    return sizes

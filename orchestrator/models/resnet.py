@@ -1,0 +1,127 @@
+"""Residual networks for small images (He et al., CVPR 2016): a 3x3 stem, no max-pool, global average pooling."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from orchestrator.models.network import Network, Shape
+
+#: Makes the way around a block that changes the shape, from input channels, output channels and stride.
+Shortcut = Callable[[int, int, int], nn.Module]
+
+
+class Pad(nn.Module):
+    """He et al.'s option A: a shortcut without parameters, which subsamples the map and pads channels with zeros."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+        self.before = (outputs - inputs) // 2
+        self.after = outputs - inputs - self.before
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Subsample the map and pad its channels."""
+        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.before, self.after))
+
+
+def project(inputs: int, outputs: int, stride: int) -> nn.Module:
+    """He et al.'s option B: a 1x1 convolution with batch-norm."""
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a way around them."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, shortcut: Shortcut) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        same = stride == 1 and inputs == outputs
+        self.shortcut = nn.Identity() if same else shortcut(inputs, outputs, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add what the convolutions find to what went around them."""
+        h = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(h)) + self.shortcut(x))
+
+
+def stem(channels: int, outputs: int) -> nn.Sequential:
+    """Make the first layer, on the image itself."""
+    conv = nn.Conv2d(channels, outputs, 3, padding=1, bias=False)
+    return nn.Sequential(OrderedDict[str, nn.Module](conv=conv, bn=nn.BatchNorm2d(outputs), relu=nn.ReLU()))
+
+
+def stage(inputs: int, outputs: int, blocks: int, stride: int, shortcut: Shortcut) -> nn.Sequential:
+    """Blocks of one width; the first of them takes the stride."""
+    first = BasicBlock(inputs, outputs, stride, shortcut)
+    return nn.Sequential(first, *(BasicBlock(outputs, outputs, 1, shortcut) for _ in range(blocks - 1)))
+
+
+def pool() -> nn.Sequential:
+    """Global average pooling to a feature vector."""
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def initialise(body: nn.Module) -> None:
+    """He et al.'s normal initialisation of every convolution."""
+    for module in body.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+def resnet(
+    shape: Shape,
+    classes: int,
+    blocks: Sequence[int],
+    width: int,
+    shortcut: Shortcut,
+    experts: tuple[tuple[str, ...], ...] = (),
+) -> Network:
+    """Make a residual network from its blocks per stage; each stage is twice as wide as the one before."""
+    layers = OrderedDict[str, nn.Module](stem=stem(shape[0], width))
+    inputs = width
+    for i, count in enumerate(blocks):
+        layers[f"stage{i + 1}"] = stage(inputs, width << i, count, 2 if i else 1, shortcut)
+        inputs = width << i
+    layers["pool"] = pool()
+    body = nn.Sequential(layers)
+    initialise(body)
+    last = f"body.stage{len(blocks)}."
+    return Network(
+        body,
+        nn.Linear(inputs, classes),
+        dim=inputs,
+        last_stage=last,
+        last_block=f"{last}{blocks[-1] - 1}.",
+        activations=tuple(f"body.stage{i + 1}" for i in range(len(blocks))),
+        experts=experts,
+    )
+
+
+def resnet8(shape: Shape, classes: int, width: int = 64) -> Network:
+    """CReFF's ResNet-8: one block per stage, four times the usual width, projection shortcuts."""
+    return resnet(shape, classes, (1, 1, 1), width, project)
+
+
+def resnet20(shape: Shape, classes: int, width: int = 16) -> Network:
+    """He et al.'s ResNet-20 for CIFAR."""
+    return resnet(shape, classes, (3, 3, 3), width, Pad)
+
+
+def resnet32(shape: Shape, classes: int, width: int = 16) -> Network:
+    """He et al.'s ResNet-32 for CIFAR."""
+    return resnet(shape, classes, (5, 5, 5), width, Pad)
+
+
+def resnet18(shape: Shape, classes: int, width: int = 64) -> Network:
+    """ResNet-18 with the stem for small images."""
+    return resnet(shape, classes, (2, 2, 2, 2), width, project)
+
+
+def resnet34(shape: Shape, classes: int, width: int = 64) -> Network:
+    """ResNet-34 with the stem for small images."""
+    return resnet(shape, classes, (3, 4, 6, 3), width, project)

@@ -1,0 +1,72 @@
+"""Torchvision's networks for larger images, cut into body and head."""
+
+from collections import OrderedDict
+
+from torch import nn
+
+from orchestrator.models.network import Network, Shape
+from orchestrator.models.resnet import initialise
+from orchestrator.models.vision import torchvision
+
+
+def resnet50(shape: Shape, classes: int) -> Network:
+    """Torchvision's ResNet-50."""
+    return _bottlenecks("resnet50", shape, classes)
+
+
+def resnext50(shape: Shape, classes: int) -> Network:
+    """Torchvision's ResNeXt-50 32x4d."""
+    return _bottlenecks("resnext50_32x4d", shape, classes)
+
+
+def mobilenet_v3_small(shape: Shape, classes: int) -> Network:
+    """Torchvision's MobileNetV3-small; its hidden classifier layer belongs to the body."""
+    network = torchvision().models.mobilenet_v3_small(num_classes=classes)
+    first, *blocks, last = network.features
+    _take_channels(first, "0", shape[0])
+    hidden, act, _, head = network.classifier  # without its dropout: the body must be a function of its input
+    # Stages end where the map shrinks. What follows the last block is trained together with it, so it is part of it.
+    top = nn.Sequential(blocks[10], last, network.avgpool, nn.Flatten(), hidden, act)
+    body = nn.Sequential(
+        OrderedDict[str, nn.Module](
+            stem=first,
+            stage1=nn.Sequential(*blocks[:1]),
+            stage2=nn.Sequential(*blocks[1:3]),
+            stage3=nn.Sequential(*blocks[3:8]),
+            stage4=nn.Sequential(*blocks[8:10], top),
+        )
+    )
+    # A block of this network ends without a ReLU; its output is still the map that says where the block looked.
+    return Network(
+        body,
+        head,
+        dim=head.in_features,
+        last_stage="body.stage4.",
+        last_block="body.stage4.2.",
+        activations=tuple(name for name, module in body.named_modules(prefix="body") if module in blocks),
+    )
+
+
+def _bottlenecks(name: str, shape: Shape, classes: int) -> Network:
+    """Take the last layer off a torchvision ResNet, to be the head."""
+    body = getattr(torchvision().models, name)(num_classes=classes)
+    head, body.fc = body.fc, nn.Identity()
+    _take_channels(body, "conv1", shape[0])
+    return Network(
+        body,
+        head,
+        dim=head.in_features,
+        last_stage="body.layer4.",
+        last_block="body.layer4.2.",
+        activations=tuple(f"body.layer{i}" for i in range(1, 5)),
+    )
+
+
+def _take_channels(module: nn.Module, name: str, channels: int) -> None:
+    """Exchange the first convolution for one that takes so many channels."""
+    old = module.get_submodule(name)
+    assert isinstance(old, nn.Conv2d)
+    if old.in_channels != channels:
+        new = nn.Conv2d(channels, old.out_channels, old.kernel_size, old.stride, old.padding, bias=False)  # type: ignore[arg-type]
+        initialise(new)
+        module.set_submodule(name, new)

@@ -1,0 +1,75 @@
+"""What a trial asks of the cluster, computed from its experiment and refused up front when it can never be had."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from orchestrator.experiment import Experiment, InputError
+
+Nodes = Sequence[Mapping[str, float]]  # the resources of each machine
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one trial gets of the cluster."""
+
+    actors: int
+    cpu: float
+    gpu: float
+    driver_gpu: float
+    node: str  #: the address of the machine that holds the run directories: drivers stay there
+
+    def bundles(self) -> list[dict[str, float]]:
+        """Return the driver's bundle and one for each client actor."""
+        driver = {f"node:{self.node}": 0.001, "GPU": self.driver_gpu}
+        return [{k: v for k, v in b.items() if v} for b in (driver, *[{"CPU": self.cpu, "GPU": self.gpu}] * self.actors)]
+
+
+def concurrency(experiments: Sequence[Experiment], wanted: int | None, nodes: Nodes) -> int:
+    """Return how many trials run at a time: as asked, or one per slot for an actor."""
+    cpus = sum(node.get("CPU", 0.0) for node in nodes)
+    slots = int(cpus / max(e.cluster.cpu_per_actor for e in experiments))
+    return max(1, min(len(experiments), wanted if wanted is not None else slots))
+
+
+def share(experiment: Experiment, nodes: Nodes, concurrent: int, node: str) -> Share:
+    """Return a trial's share; raise an InputError that compares requested with available if it cannot fit."""
+    cluster = experiment.cluster
+    cpus, gpus = (sum(n.get(kind, 0.0) for n in nodes) for kind in ("CPU", "GPU"))
+    per_round = experiment.clients_per_round or experiment.data.clients
+    if cluster.actors == "per_client":
+        actors = experiment.data.clients
+    elif cluster.actors == "auto":
+        actors = max(1, min(per_round, int(cpus / cluster.cpu_per_actor / concurrent)))
+    else:
+        actors = cluster.actors
+    if cluster.gpu_per_actor != "auto":
+        gpu = cluster.gpu_per_actor
+    else:
+        gpu = 1 / math.ceil(actors * concurrent / gpus) if gpus else 0.0
+    wanted = Share(actors, cluster.cpu_per_actor, gpu, cluster.driver_gpu, node)
+    if not _fits(wanted.bundles(), nodes):
+        raise InputError(
+            [
+                f"cluster: one trial asks for {actors} client actors with {wanted.cpu:g} CPU and {gpu:g} GPU each"
+                + (f" and {wanted.driver_gpu:g} GPU for its driver" if wanted.driver_gpu else "")
+                + f", but the cluster has {cpus:g} CPU and {gpus:g} GPU on {len(nodes)} machine(s); lower cluster.actors"
+                " (one actor serves many clients), cluster.cpu_per_actor or cluster.gpu_per_actor"
+            ]
+        )
+    return wanted
+
+
+def _fits(bundles: Sequence[Mapping[str, float]], nodes: Nodes) -> bool:
+    """Tell whether all bundles can be placed, each whole on one machine."""
+    free = [dict(node) for node in nodes]
+    for bundle in bundles:
+        room = (n for n in free if all(n.get(kind, 0.0) + 1e-9 >= amount for kind, amount in bundle.items()))
+        node = next(room, None)
+        if node is None:
+            return False
+        for kind, amount in bundle.items():
+            node[kind] -= amount
+    return True

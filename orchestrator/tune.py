@@ -1,0 +1,322 @@
+"""`python -m orchestrator.tune [FILE]`: run a sweep, or an experiment, which is a sweep with nothing left open."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+# Nothing phones home, and Tune neither moves us to another directory nor writes what we write ourselves;
+# whoever wants otherwise sets these before.
+for _name, _value in {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+import torch
+from rich.console import Console
+
+import search_spaces
+from orchestrator import summary as results
+from orchestrator import tracking
+from orchestrator.checkpoint import set_status, status_of, write, write_json
+from orchestrator.client import network
+from orchestrator.data import DataError, Dataset, load
+from orchestrator.driver import data_key, split_for
+from orchestrator.experiment import InputError, Search, Sweep, dump, dump_sweep, read
+from orchestrator.resources import concurrency, share
+from orchestrator.space import Trial as Point
+from orchestrator.space import trials as expand
+
+NAME = re.compile(r"[\w][\w.+-]{0,99}")
+
+
+class Interrupted(BaseException):
+    """A signal asked us to stop."""
+
+    def __init__(self, signum: int) -> None:
+        self.code = 128 + signum
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Describe the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m orchestrator.tune",
+        description="Run a sweep or an experiment of personalized federated learning on Ray, tracked in MLflow.",
+    )
+    parser.add_argument("file", nargs="?", type=Path, help="sweep or experiment (YAML); default: a small demonstration")
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="override a leaf; repeatable")
+    parser.add_argument("--name", help="name of the run's directory (default: the file's name)")
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="where directories are made (default: runs)")
+    parser.add_argument("--resume", action="store_true", help="continue what was interrupted")
+    parser.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help="a running Ray cluster (default: none)")
+    parser.add_argument("--num-cpus", type=float, help="CPUs to use on this machine")
+    parser.add_argument("--num-gpus", type=float, help="GPUs to use on this machine")
+    parser.add_argument("--tracking-uri", help="an MLflow server (default: sqlite inside --out)")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, show what would run, start nothing")
+    parser.add_argument("--quiet", action="store_true", help="print the result only")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    options = arguments().parse_args(argv)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    try:
+        return run(options, console)
+    except (InputError, DataError) as error:
+        Console(stderr=True, soft_wrap=True).print(f"error: {error}", markup=False, highlight=False)
+        return 2
+    except Interrupted as stop:
+        return stop.code
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Check everything, then run what is left to run, then tell what came out."""
+    folder, sweep, points = _prepare(options)
+    datasets = _check(points)
+    if options.dry_run:
+        _show(points, sweep.search, options, console)
+        return 0
+    out = options.out.resolve()
+    with _signals():
+        _write(folder, sweep, points, datasets)
+        uri = options.tracking_uri or tracking.default_uri(out)
+        stem = options.file.stem if options.file else "quickstart"
+        mirror = tracking.Mirror(uri, folder, experiment=stem, tags=_environment())
+        mirror.start()
+        status = "FAILED"
+        try:
+            from orchestrator.sweep import run_sweep  # Ray is imported only once all is known to be good
+
+            run_sweep(folder, points, sweep.search, datasets, mirror, options, console)
+            status = "FINISHED"
+        except Interrupted:
+            status = "KILLED"
+            raise
+        finally:
+            # The second signal ends us at once; the first still leaves everything in order.
+            _settle(folder, status, mirror)
+            found = results.write_summary(folder, sweep.search, {p.id: mirror.run_id(p.id) for p in points})
+            best = results.best_trial(found)
+            owed = mirror.close(
+                "FINISHED" if status == "FINISHED" and _all_well(found) else "FAILED" if status == "FINISHED" else status,
+                summary=folder / "summary.json",
+                note=_note(found, options),
+                metrics={} if best is None else {f"best/{k}": v for k, v in best["last"].items() if "/acc" in k},
+                timeout=30.0 if status == "FINISHED" else 8.0,
+            )
+            _tell(found, best, folder, uri, owed, mirror, console)
+    return 0 if _all_well(found) else 1
+
+
+# Before anything starts ---------------------------------------------------------------------------------------------
+
+
+def _prepare(options: argparse.Namespace) -> tuple[Path, Sweep, list[Point]]:
+    """Read what to run, and find or choose its directory."""
+    out = options.out.resolve()
+    stem = options.file.stem if options.file else "quickstart"
+    if options.name is not None and not NAME.fullmatch(options.name):
+        raise InputError([f"--name {options.name!r}: use letters, digits, '.', '_', '+' and '-', at most 100 of them"])
+    if options.resume:
+        folder = out / (options.name or _newest(out, stem))
+        if not (folder / "sweep.yaml").is_file():
+            raise InputError([f"--resume: there is no sweep in {folder}; give the right --name and --out"])
+        sweep = read(folder / "sweep.yaml", None, options.set)
+        points = expand(sweep)
+        if options.set or dump_sweep(sweep) != (folder / "sweep.yaml").read_text(encoding="utf-8"):
+            raise InputError(["--resume: a sweep is continued as it was; drop --set, or start a new one"])
+        return folder, sweep, points
+    if options.file is None:
+        sweep = read(Path(search_spaces.__file__).with_name("quickstart.yaml"), None, options.set)
+    else:
+        sweep = read(options.file, None, options.set)
+    points = expand(sweep)
+    folder = out / (options.name or _free(out, stem))
+    if folder.exists():
+        raise InputError([f"{folder} exists; choose another --name, or continue it with --resume"])
+    return folder, sweep, points
+
+
+def _taken(out: Path, stem: str) -> list[int]:
+    """Return the numbers of the directories stem, stem-2, stem-3 and so on that exist."""
+    found = (re.fullmatch(rf"{re.escape(stem)}(?:-(\d+))?", p.name) for p in out.iterdir()) if out.is_dir() else ()
+    return sorted(int(m[1] or 1) for m in found if m)
+
+
+def _free(out: Path, stem: str) -> str:
+    taken = _taken(out, stem)
+    return f"{stem}-{taken[-1] + 1}" if taken else stem
+
+
+def _newest(out: Path, stem: str) -> str:
+    taken = _taken(out, stem)
+    return f"{stem}-{taken[-1]}" if taken and taken[-1] > 1 else stem
+
+
+def _check(points: Sequence[Point]) -> dict[str, Dataset]:
+    """Load every data set, cut every partition and build every network once, so that mistakes show before Ray starts."""
+    datasets: dict[str, Dataset] = {}
+    seen = set()
+    for point in points:
+        experiment = point.experiment
+        key = data_key(experiment)
+        if key not in datasets:
+            datasets[key] = load(experiment.data.name, experiment.data.root)
+        cut = experiment.data, experiment.seed
+        if cut not in seen:
+            split_for(experiment, datasets[key])
+        shape = key, experiment.model
+        if shape not in seen:
+            try:
+                network(experiment, datasets[key])
+            except ValueError as error:
+                raise InputError([f"model: {error}"]) from None
+        seen |= {cut, shape}
+    return datasets
+
+
+def _show(points: Sequence[Point], search: Search, options: argparse.Namespace, console: Console) -> None:
+    """Print what would run."""
+    cpus = options.num_cpus if options.num_cpus is not None else float(os.cpu_count() or 1)
+    gpus = options.num_gpus if options.num_gpus is not None else float(torch.cuda.device_count())
+    here = [{"CPU": cpus, "GPU": gpus, "node:here": 1.0}]
+    at_a_time = concurrency([p.experiment for p in points], search.concurrent, here)
+    for point in points:
+        got = share(point.experiment, here, at_a_time, "here") if not options.address else None
+        console.print(f"# trial {point.id}: {point.name}", markup=False, highlight=False)
+        if got is not None:
+            console.print(f"# asks for {got.actors} client actor(s) with {got.cpu:g} CPU and {got.gpu:g} GPU each")
+        console.print(dump(point.experiment), markup=False, highlight=False)
+    console.print(f"{len(points)} trial(s), {at_a_time} at a time on this machine; nothing was started.")
+
+
+def _write(folder: Path, sweep: Sweep, points: Sequence[Point], datasets: Mapping[str, Dataset]) -> None:
+    """Lay out the sweep's directory, unless it is there already."""
+    (folder / "trials").mkdir(parents=True, exist_ok=True)
+    for point in points:
+        path, e = folder / "trials" / point.id, point.experiment
+        path.mkdir(exist_ok=True)
+        dataset = datasets[data_key(e)]
+        tags = {
+            "algorithm": "+".join(part.name for part in e.chain().parts),
+            "data": e.data.name,
+            "imbalance": f"{e.data.imbalance:g}",
+            "alpha": f"{e.data.alpha:g}",
+            "clients": str(e.data.clients),
+            "model": str(e.model.name),
+            "seed": str(e.seed),
+        }
+        data = {"name": dataset.name, "digest": dataset.digest, "source": e.data.root or e.data.name}
+        trial = {"id": point.id, "name": point.name, "params": point.params, "tags": tags, "data": data}
+        if not (path / "trial.json").exists():
+            write(path / "experiment.yaml", dump(e).encode())
+            write_json(path / "trial.json", trial)
+    # Written last: a directory with it is complete and may be resumed.
+    write(folder / "sweep.yaml", dump_sweep(sweep).encode())
+
+
+# Signals and the end ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Turn the first SIGINT or SIGTERM into an orderly end; a second one ends us at once."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signum, signal.SIG_DFL)
+        raise Interrupted(signum)
+
+    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _settle(folder: Path, status: str, mirror: tracking.Mirror) -> None:
+    """Give every trial that was running when we stopped its final status."""
+    for path in sorted((folder / "trials").iterdir()):
+        if status_of(path)["status"] == "RUNNING":
+            set_status(path, "KILLED" if status == "KILLED" else "FAILED", error="the sweep ended before the trial did")
+            mirror.finish(path.name)
+
+
+def _all_well(found: Mapping[str, Any]) -> bool:
+    return all(t["status"] in ("FINISHED", "STOPPED") for t in found["trials"])
+
+
+def _environment() -> dict[str, str]:
+    """Return what a result depends on besides the experiment."""
+    tags = {f"version.{name}": version(name) for name in ("torch", "ray", "mlflow", "numpy", "fedtail")}
+    git = shutil.which("git")
+    if git:
+        here = Path(__file__).parent
+        revision = subprocess.run([git, "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        changed = subprocess.run([git, "-C", here, "status", "--porcelain"], capture_output=True, text=True, check=False)
+        if revision.returncode == 0:
+            tags["git.revision"] = revision.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
+    return tags
+
+
+def _note(found: Mapping[str, Any], options: argparse.Namespace) -> str:
+    """Return the parent run's note: what came out, and how to repeat it."""
+    command = ["python", "-m", "orchestrator.tune", *([str(options.file)] if options.file else [])]
+    command += [f"--set '{change}'" for change in options.set]
+    return f"{results.markdown(found)}\n\nTo repeat: `{' '.join(command)}`"
+
+
+def _tell(
+    found: Mapping[str, Any],
+    best: Mapping[str, Any] | None,
+    folder: Path,
+    uri: str,
+    owed: int,
+    mirror: tracking.Mirror,
+    console: Console,
+) -> None:
+    """Print what came out and what to type next."""
+    console.print(results.table(found))
+    for trial in found["trials"]:
+        if trial["status"] == "FAILED":
+            reason = (trial["error"] or "unknown").splitlines()[0]
+            console.print(f"trial {trial['id']} failed: {reason}", markup=False, highlight=False)
+            console.print(f"  the traceback is in {folder}/trials/{trial['id']}/status.json", highlight=False)
+    if best is not None:
+        goal = "highest" if found["mode"] == "max" else "lowest"
+        value = best["last"][found["metric"]]
+        console.print(
+            f"best: trial {best['id']} ({best['name']}), with the {goal} {found['metric']} in the last round: {value:.4f}",
+            markup=False, highlight=False,
+        )  # fmt: skip
+    console.print(f"results: {folder}", highlight=False)
+    if owed:
+        console.print(
+            f"MLflow could not be reached ({mirror.last_error}); {owed} line(s) wait in the directory. Later, type:\n"
+            f"  {sys.executable} -m orchestrator.tracking sync {folder} --tracking-uri {uri}",
+            markup=False, highlight=False,
+        )  # fmt: skip
+    else:
+        console.print(f"to browse them, type:\n  {tracking.ui_command(uri)}", markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

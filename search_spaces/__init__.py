@@ -1,0 +1,1 @@
+"""One YAML file per sweep; its first line is the command that runs it."""

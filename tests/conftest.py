@@ -1,0 +1,74 @@
+"""What tests share: tiny real experiments, run in this process or on a real Ray."""
+
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
+
+import pytest
+
+from orchestrator.client import Worker
+from orchestrator.data import Dataset, load
+from orchestrator.driver import Driver, InProcess, split_for
+from orchestrator.experiment import Experiment
+
+
+def tiny(**changes: object) -> Experiment:
+    """Return a small experiment on digits; keyword arguments replace its parts."""
+    base: dict[str, object] = {
+        "data": {"name": "digits", "clients": 6, "alpha": 0.5, "imbalance": 10},
+        "algorithm": "fedavg",
+        "local": {"lr": 0.05, "batch": 16},
+        "rounds": 2,
+        "clients_per_round": 3,
+        "evaluate": {"every": 2},
+    }
+    return Experiment.model_validate(base | changes)
+
+
+def driver(experiment: Experiment, directory: Path | None = None) -> Driver:
+    """Return a driver that works in this process."""
+    dataset = digits()
+    parts = split_for(experiment, dataset)
+    return Driver(experiment, dataset, parts, InProcess(Worker(experiment, dataset, parts)), directory)
+
+
+def finish(run: Driver) -> Driver:
+    """Run to the end."""
+    while not run.done:
+        run.advance()
+    return run
+
+
+_digits: list[Dataset] = []
+
+
+def digits() -> Dataset:
+    """Return the digits, loaded once."""
+    if not _digits:
+        _digits.append(load("digits"))
+    return _digits[0]
+
+
+@pytest.fixture(scope="session")
+def ray_cluster():
+    """Start a local Ray of our own and end it again."""
+    import ray
+
+    folder = tempfile.mkdtemp(prefix="fedtail-")
+    ray.init(
+        address="local",
+        num_cpus=4,
+        num_gpus=2,
+        include_dashboard=False,
+        _temp_dir=folder,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    yield ray
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)

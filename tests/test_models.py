@@ -1,0 +1,372 @@
+import subprocess
+import sys
+import textwrap
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, vmap
+
+from orchestrator.models import MODELS, Network, build, default_model
+from orchestrator.models.experts import Cosine
+from orchestrator.models.resnet import Pad
+
+
+def conv(inputs, outputs, kernel=3):
+    return inputs * outputs * kernel**2 + 2 * outputs  # without bias, with batch-norm
+
+
+def block(inputs, outputs):
+    return conv(inputs, outputs) + conv(outputs, outputs)
+
+
+# name: image shape, classes, parameters; the last three as torchvision publishes them.
+CASES = {
+    "cnn_small": ((1, 8, 8), 10, (9 + 1) * 16 + (16 * 9 + 1) * 32 + (32 * 4 * 4 + 1) * 64 + 65 * 10),
+    "cnn_ecl": ((1, 28, 28), 10, 61_706),  # LeNet-5
+    "cnn_mupfl": ((1, 28, 28), 10, (25 + 1) * 32 + (25 * 32 + 1) * 64 + (64 * 4 * 4 + 1) * 10),
+    "resnet8": (
+        (3, 32, 32),
+        10,
+        conv(3, 64)
+        + block(64, 64)
+        + (block(64, 128) + conv(64, 128, 1))
+        + (block(128, 256) + conv(128, 256, 1))
+        + 257 * 10,
+    ),
+    "resnet20": ((3, 32, 32), 10, 269_722),
+    "resnet32": ((3, 32, 32), 10, 464_154),
+    "resnet32_experts": ((3, 32, 32), 10, 23_824 + 3 * (248_544 + 48 * 10)),
+    "resnet18": ((3, 32, 32), 10, 11_173_962),
+    "resnet34": ((3, 32, 32), 10, 21_282_122),
+    "resnet50": ((3, 64, 64), 1000, 25_557_032),
+    "resnext50": ((3, 64, 64), 1000, 25_028_904),
+    "mobilenet_v3_small": ((3, 64, 64), 1000, 2_542_856),
+}
+DIMS = {
+    "cnn_small": 64,
+    "cnn_ecl": 84,
+    "cnn_mupfl": 1024,
+    "resnet8": 256,
+    "resnet20": 64,
+    "resnet32": 64,
+    "resnet32_experts": 144,
+    "resnet18": 512,
+    "resnet34": 512,
+    "resnet50": 2048,
+    "resnext50": 2048,
+    "mobilenet_v3_small": 1024,
+}
+every = pytest.mark.parametrize("name", MODELS)
+
+
+@cache
+def case(name: str) -> Network:
+    shape, classes, _ = CASES[name]
+    return build(name, shape, classes)
+
+
+def images(name: str) -> torch.Tensor:
+    return torch.randn(2, *CASES[name][0], generator=torch.Generator().manual_seed(1))
+
+
+def weights(network: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def count(network: nn.Module) -> int:
+    return sum(p.numel() for p in network.parameters())
+
+
+@every
+def test_parameter_count(name):
+    assert count(case(name)) == CASES[name][2]
+
+
+@every
+def test_logits_are_the_head_of_the_body(name):
+    network, x = case(name), images(name)
+    network.eval()
+    with torch.no_grad():
+        h = network.body(x)
+        assert h.shape == (2, network.dim) == (2, DIMS[name])
+        logits = network(x)
+        assert logits.shape == (2, CASES[name][1])
+        torch.testing.assert_close(logits, network.head(h))
+    network.train()
+
+
+@every
+def test_gradients_reach_every_parameter(name):
+    network = build(name, CASES[name][0], 3)
+    network(images(name)).logsumexp(1).sum().backward()
+    assert all(p.grad is not None for p in network.parameters())
+
+
+@every
+def test_body_parameters_come_first(name):
+    halves = [key.partition(".")[0] for key, _ in case(name).named_parameters()]
+    assert set(halves) == {"body", "head"}
+    assert halves == sorted(halves)
+
+
+@every
+def test_last_stage_and_block_are_there(name):
+    network = case(name)
+    names = [key for key, _ in network.named_parameters()]
+    block_ = [key for key in names if key.startswith(network.last_block)]
+    stage_ = [key for key in names if key.startswith(network.last_stage)]
+    body = [key for key in names if key.startswith("body.")]
+    assert block_
+    assert set(block_) <= set(stage_)
+    assert stage_ == body[-len(stage_) :]  # the last stage ends where the head begins
+    assert len(stage_) < len(body)
+
+
+def test_resnet32_has_63_tensors_before_its_last_stage():
+    names = [key for key, _ in case("resnet32").named_parameters()]
+    assert names.index("body.stage3.0.conv1.weight") == 63
+    assert case("resnet32").last_block == "body.stage3.4."
+
+
+def maps(network: Network, x: torch.Tensor) -> list[torch.Tensor]:
+    seen: list[torch.Tensor] = []
+    hooks = [
+        network.get_submodule(key).register_forward_hook(lambda module, args, output: seen.append(output))
+        for key in network.activations
+    ]
+    with torch.no_grad():
+        network.eval()(x)
+    network.train()
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@every
+def test_activations_are_maps(name):
+    network = case(name)
+    found = maps(network, images(name))
+    assert len(found) == len(network.activations) >= 2
+    for h in found:
+        assert h.dim() == 4
+        assert h.shape[2] * h.shape[3] > 1
+        assert name.startswith("mobilenet") or h.min() >= 0
+
+
+def test_maps_of_one_pixel_are_no_activations():
+    network = build("mobilenet_v3_small", (3, 32, 32), 2)
+    assert set(network.activations) < set(case("mobilenet_v3_small").activations)
+    assert all(h.shape[2] * h.shape[3] > 1 for h in maps(network, torch.zeros(2, 3, 32, 32)))
+
+
+@every
+def test_only_float_state_and_nothing_in_place(name):
+    assert all(tensor.is_floating_point() for tensor in case(name).state_dict().values())
+    for module in case(name).modules():
+        assert not getattr(module, "inplace", False)
+        if isinstance(module, nn.BatchNorm2d):
+            assert module.num_batches_tracked is None
+            assert module.momentum == 0.1
+            assert module.weight.eq(1).all()
+            assert module.running_mean.eq(0).all()
+
+
+@pytest.mark.parametrize("name", ["cnn_small", "resnet20", "resnet32_experts", "mobilenet_v3_small"])
+def test_weights_come_from_the_seed_alone(name):
+    shape, classes, _ = CASES[name]
+    threads = torch.get_num_threads()
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    first = weights(build(name, shape, classes, seed=7))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(5)
+    torch.set_num_threads(3 - min(threads, 2))
+    try:
+        again = weights(build(name, shape, classes, seed=7))
+    finally:
+        torch.set_num_threads(threads)
+    assert equal(first, again)
+    assert not equal(first, weights(build(name, shape, classes, seed=8)))
+
+
+@pytest.mark.parametrize("name", ["resnet8", "resnet32_experts", "mobilenet_v3_small"])
+def test_functional_call_moves_the_given_buffers_only(name):
+    network = build(name, CASES[name][0], 3)
+    own, given = weights(network.body), weights(network.body)
+    network.train()
+    h = functional_call(network.body, given, images(name))
+    functional_call(network.head, weights(network.head), h)
+    assert equal(weights(network.body), own)
+    for key, _ in network.body.named_buffers():
+        assert not torch.equal(given[key], own[key]), key
+    for key, _ in network.body.named_parameters():
+        assert torch.equal(given[key], own[key]), key
+
+
+@pytest.mark.parametrize("name", ["cnn_small", "resnet8", "resnet32_experts"])
+def test_clients_can_be_stacked(name):
+    shape = CASES[name][0]
+    network = build(name, shape, 3, width=4) if name == "resnet8" else build(name, shape, 3)
+    network.train()
+    each = [weights(build(name, shape, 3, width=4 if name == "resnet8" else None, seed=s)) for s in (1, 2)]
+    x = torch.stack([images(name), images(name).flip(0) + 1])
+    stacked = {key: torch.stack([w[key] for w in each]) for key in each[0]}
+    together = vmap(lambda w, x: functional_call(network, w, x))(stacked, x)
+    alone = torch.stack([functional_call(network, w, part) for w, part in zip(each, x, strict=True)])
+    torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-4)
+    for key, tensor in stacked.items():
+        torch.testing.assert_close(tensor, torch.stack([w[key] for w in each]), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("experts", "millions"), [(1, 0.46), (2, 0.52), (3, 0.77), (4, 1.02), (5, 1.27)])
+def test_expert_sizes_are_those_of_ldae_table_6(experts, millions):
+    network = build("resnet32_experts", (3, 32, 32), 100, experts=experts)
+    assert round(count(network.body) / 1e6, 2) == millions
+    assert network.experts == experts
+    if experts > 1:
+        assert count(network.body) == 23_824 + experts * 248_544
+
+
+def test_experts_own_equal_and_separate_parts():
+    network = case("resnet32_experts")
+    tensors = dict(network.named_parameters())
+    parts = [{key for key in tensors if key.startswith(network.expert_prefixes(i))} for i in range(3)]
+    assert all(sum(tensors[key].numel() for key in part) == 248_544 + 480 for part in parts)
+    shared = set(tensors) - set.union(*parts)
+    assert sum(tensors[key].numel() for key in shared) == 23_824
+    assert sum(map(len, parts)) + len(shared) == len(tensors)
+    with pytest.raises(ValueError, match="no expert 3"):
+        network.expert_prefixes(3)
+    with pytest.raises(ValueError, match="has 0 experts"):
+        case("resnet32").expert_prefixes(0)
+
+
+def test_expert_logits():
+    network, x = case("resnet32_experts"), images("resnet32_experts")
+    network.eval()
+    with torch.no_grad():
+        h = network.body(x)
+        each = network.head.expert_logits(h)
+        assert each.shape == (3, 2, 10)
+        torch.testing.assert_close(each.mean(0), network(x))
+        torch.testing.assert_close(functional_call(network.head, weights(network.head), (h,), {"each": True}), each)
+        # Expert 1 reads its own features and no others.
+        other = h.clone()
+        other[:, 48:96] = torch.rand(2, 48)
+        changed = (network.head.expert_logits(other) - each).abs().amax((1, 2))
+    network.train()
+    assert changed[1] > 0
+    assert changed[0] == changed[2] == 0
+
+
+def test_cosine_logits_by_hand():
+    head = Cosine(2, 2)
+    torch.testing.assert_close(head.weight.norm(dim=1), torch.ones(2))
+    with torch.no_grad():
+        head.weight.copy_(torch.tensor([[2.0, 0.0], [3.0, 4.0]]))
+    torch.testing.assert_close(head(torch.tensor([[0.0, 5.0]])), torch.tensor([[0.0, 24.0]]))
+
+
+def test_one_expert_is_the_plain_resnet32():
+    one = build("resnet32_experts", (3, 32, 32), 10, experts=1)
+    assert equal(weights(one), weights(case("resnet32")))
+    owned = [key for key, _ in one.named_parameters() if key.startswith(one.expert_prefixes(0))]
+    assert owned == [key for key, _ in one.named_parameters() if not key.startswith(("body.stem.", "body.stage1."))]
+
+
+def test_pad_shortcut_by_hand():
+    x = torch.arange(16 * 16, dtype=torch.float32).reshape(1, 16, 4, 4)
+    out = Pad(16, 24, 2)(x)
+    assert out.shape == (1, 24, 2, 2)
+    assert torch.equal(out[:, 4:20], x[:, :, ::2, ::2])
+    assert out[:, :4].eq(0).all()
+    assert out[:, 20:].eq(0).all()
+    assert Pad(3, 6, 1)(torch.ones(1, 3, 2, 2)).sum((0, 2, 3)).tolist() == [0, 4, 4, 4, 0, 0]
+
+
+def test_convolutions_start_as_in_he_et_al():
+    weight = case("resnet18").get_parameter("body.stage4.1.conv2.weight")
+    assert weight.std().item() == pytest.approx((2 / (9 * 512)) ** 0.5, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "dim"), [("resnet8", 16), ("resnet20", 16), ("resnet32", 16), ("resnet18", 32)])
+def test_width(name, dim):
+    network = build(name, (1, 8, 8), 10, width=4)
+    assert network.dim == dim
+    assert network(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+
+
+@every
+def test_smallest_image(name):
+    side = MODELS[name].smallest
+    network = build(name, (1, side, side + 1), 2)
+    assert network(torch.zeros(2, 1, side, side + 1)).shape == (2, 2)
+    with pytest.raises(ValueError, match=f"{name}.* at least {side}x{side}, not {side + 1}x{side - 1}"):
+        build(name, (1, side + 1, side - 1), 2)
+
+
+def test_errors_name_the_remedy():
+    with pytest.raises(ValueError, match=r"'resnt32'; did you mean 'resnet32'.*cnn_small.*mobilenet_v3_small"):
+        build("resnt32", (3, 32, 32), 10)
+    with pytest.raises(ValueError, match="'cnn_ecl' takes no width; those that do: resnet8, resnet20"):
+        build("cnn_ecl", (1, 28, 28), 10, width=8)
+    with pytest.raises(ValueError, match="'resnet32' takes no experts; those that do: resnet32_experts"):
+        build("resnet32", (3, 32, 32), 10, experts=2)
+    with pytest.raises(ValueError, match=r"experts .* at least 1, not 0"):
+        build("resnet32_experts", (3, 32, 32), 10, experts=0)
+
+
+def test_default_models_exist():
+    usual = {"fashion_mnist": "cnn_ecl", "cifar10": "resnet8", "cifar100": "resnet32", "tiny_imagenet": "resnet32"}
+    assert {name: default_model(name) for name in usual} == usual
+    assert default_model("digits") == default_model("something else") == "cnn_small"
+    assert set(usual.values()) < set(MODELS)
+
+
+def run(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_torchvision_works_in_a_fresh_process():
+    run("""
+        import sys
+        import torch
+        from orchestrator.models import torchvision
+        assert "torchvision" not in sys.modules, "importing the models must stay cheap"
+        tv = torchvision()
+        assert torchvision() is tv is sys.modules["torchvision"]
+        from torchvision import datasets
+        from torchvision.transforms import v2
+        assert v2.RandomCrop(32, padding=4)(torch.zeros(2, 3, 32, 32, dtype=torch.uint8)).shape == (2, 3, 32, 32)
+        assert len(datasets.FakeData(4)) == 4 and datasets.CIFAR10
+        with torch.device("meta"):
+            assert sum(p.numel() for p in tv.models.resnet50().parameters()) == 25_557_032
+    """)
+
+
+def test_a_torchvision_that_fails_otherwise_is_not_touched():
+    run("""
+        import importlib.abc, sys
+        from orchestrator.models import vision
+
+        class Broken(importlib.abc.MetaPathFinder):
+            def find_spec(self, name, path=None, target=None):
+                if name == "torchvision":
+                    raise RuntimeError("operator torchvision::something does not exist")
+
+        sys.meta_path.insert(0, Broken())
+        try:
+            vision.torchvision()
+        except RuntimeError as error:
+            assert "something" in str(error)
+        else:
+            raise AssertionError
+        assert vision._schemas is None
+    """)
