@@ -13,7 +13,7 @@ from algorithms.base import Algorithm, Chain
 #: What runs when an experiment names no algorithm.
 DEFAULT = "fedavg"
 
-_SHARED = {"__init__", "base", "params", "losses", "priors", "maths"}
+_SHARED = {"__init__", "base", "params", "losses", "priors", "maths", "heads", "federated_features"}
 
 
 def names() -> list[str]:
@@ -38,8 +38,8 @@ def find(name: str) -> type[Algorithm]:
     return found
 
 
-def build(spec: Iterable[Mapping[str, Mapping[str, Any]]]) -> Chain:
-    """Build the chain that a list of {name: hyperparameters} describes."""
+def build(spec: Iterable[Mapping[str, Mapping[str, Any]]], prior: str = "none") -> Chain:
+    """Build the chain that a list of {name: hyperparameters} describes, with whatever must run before it."""
     parts: list[Algorithm] = []
     for entry in spec:
         ((name, fields),) = entry.items()
@@ -47,4 +47,10 @@ def build(spec: Iterable[Mapping[str, Mapping[str, Any]]]) -> Chain:
         if kind.after and not parts:
             parts.append(find(kind.after)())
         parts.append(kind(**fields))
+    # A prior that has to be estimated is named like the algorithm that estimates it.
+    if prior in names() and parts[0].name != prior:
+        private = [part.name for part in parts if not part.shares_head]
+        if private:
+            raise ValueError(f"prior '{prior}' is read off a shared classifier, which {private[0]} does not train")
+        parts.insert(0, find(prior)())
     return Chain(tuple(parts))

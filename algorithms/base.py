@@ -15,6 +15,7 @@ from algorithms.params import Params
 
 Model = Mapping[str, Tensor]  # what predicts: a Params, or parts of several joined with `|`
 Predictor = Callable[[Tensor], Tensor]  # images -> logits
+Tap = Callable[[str, Tensor], Tensor]  # (layer, activation map) -> what goes on instead, at each instrumented layer
 Objective = Callable[..., Tensor]  # (client, x, y, **trees) -> the loss to descend
 
 
@@ -120,6 +121,8 @@ class Client(Protocol):
     lr: float  #: learning rate of this round
     state: State  #: what this client remembers
     rng: torch.Generator  #: randomness of this call, a function of (seed, round, call, client)
+    last_stage: str  #: prefix of the names of the body's last stage
+    last_block: str  #: prefix of the names of its last residual block
 
     @property
     def x(self) -> Tensor:
@@ -133,13 +136,13 @@ class Client(Protocol):
     def owned(self) -> Tensor:
         """Classes with at least one sample, P_k."""
 
-    def features(self, w: Model, x: Tensor) -> Tensor:
+    def features(self, w: Model, x: Tensor, tap: Tap | None = None) -> Tensor:
         """Return f_theta(x); a layer runs in training mode exactly while its weights are being trained."""
 
-    def classify(self, w: Model, h: Tensor) -> Tensor:
-        """Return the head's logits of features."""
+    def classify(self, w: Model, h: Tensor, each: bool = False) -> Tensor:
+        """Return the head's logits of features; of each expert, [M, B, C], where the head has several."""
 
-    def logits(self, w: Model, x: Tensor) -> Tensor:
+    def logits(self, w: Model, x: Tensor, tap: Tap | None = None) -> Tensor:
         """Return the whole model's logits of images."""
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
@@ -201,6 +204,7 @@ class Phase:
     step: Callable[[State, Cohort], None]
     rounds: int | None = None  #: None: the experiment's own number
     everyone: bool = False  #: all clients take part, not only clients_per_round of them
+    scored: bool = True  #: whether there is a model worth testing during and after it
 
 
 @dataclass(frozen=True)
@@ -208,11 +212,18 @@ class Algorithm:
     """A method: fields are its hyperparameters, methods its procedure; it remembers nothing."""
 
     after: ClassVar[str | None] = None  #: what runs first when a post-hoc method is named alone
+    inherits: ClassVar[tuple[str, ...]] = ()  #: fields of the server that are taken over from the algorithm before
+    shares_head: ClassVar[bool] = True  #: whether all clients train one classifier
 
     @property
     def name(self) -> str:
         """The name of the algorithm's file, which is its name everywhere."""
         return type(self).__module__.rpartition(".")[2]
+
+    @property
+    def experts(self) -> int | None:
+        """How many experts the network must have; None where it is an ordinary one."""
+        return None
 
     def server_state(self, model: Params) -> dict[str, Any]:
         """Declare the server's memory, given the model to start from."""

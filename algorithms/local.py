@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -14,6 +14,8 @@ from algorithms.params import Params
 @dataclass(frozen=True)
 class Local(Algorithm):
     """A client trains its own model whenever it is drawn, so its budget is that of a federated client."""
+
+    shares_head: ClassVar[bool] = False
 
     def client_state(self, client: Client, model: Params) -> dict[str, Any]:
         """Every client starts from the same initial model."""

@@ -11,19 +11,24 @@ from torch import Tensor
 ABSENT = 0.1
 
 
-def none(local: Tensor, everywhere: Tensor) -> Tensor:
+def none(local: Tensor, everywhere: Tensor, proxy: Tensor | None) -> Tensor:
     """Every class alike."""
     return torch.full_like(local, 1 / len(local))
 
 
-def local(local: Tensor, everywhere: Tensor) -> Tensor:
+def local(local: Tensor, everywhere: Tensor, proxy: Tensor | None) -> Tensor:
     """The client's own label distribution."""
     return _share(local)
 
 
-def everybody(local: Tensor, everywhere: Tensor) -> Tensor:
+def everybody(local: Tensor, everywhere: Tensor, proxy: Tensor | None) -> Tensor:
     """The label distribution over all clients, which a real federation does not know."""
     return _share(everywhere)
+
+
+def gpi(local: Tensor, everywhere: Tensor, proxy: Tensor | None) -> Tensor:
+    """The global proxy information of LDAE, which a round before the first has estimated."""
+    return none(local, everywhere, None) if proxy is None else proxy  # while it is being estimated
 
 
 def _share(counts: Tensor) -> Tensor:
@@ -31,5 +36,10 @@ def _share(counts: Tensor) -> Tensor:
     return counts / counts.sum()
 
 
-#: name in an experiment -> function of (the client's counts, everybody's counts)
-PRIORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"none": none, "local": local, "global": everybody}
+#: name in an experiment -> function of (the client's counts, everybody's counts, the server's estimate)
+PRIORS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
+    "none": none,
+    "local": local,
+    "global": everybody,
+    "gpi": gpi,
+}

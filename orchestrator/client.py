@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from algorithms.base import Algorithm, Fit, Model, Objective, State, Sum
+from algorithms.base import Algorithm, Fit, Model, Objective, State, Sum, Tap
 from algorithms.params import Params
 from algorithms.priors import PRIORS
 from orchestrator import evaluate, models
@@ -47,6 +47,7 @@ class Job:
     memory: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  #: a client not in it starts afresh
     keys: Mapping[int, Hashable] | None = None  #: add up by these; without keys each client's value is returned
     each: Mapping[int, Any] | None = None  #: one more argument for each client
+    proxy: Tensor | None = None  #: the class prior that an earlier algorithm has estimated
     skip_bad: bool = False  #: leave out an update that is not finite instead of failing
 
 
@@ -117,12 +118,13 @@ def claim(gpu: float) -> torch.device:
 class Client:
     """One client during one call; `algorithms.base.Client` tells what each member is for."""
 
-    def __init__(self, worker: Worker, id: int, lr: float, seed: int, round: int = 0) -> None:
-        self.worker, self.id, self.lr, self.round = worker, id, lr, round
+    def __init__(self, worker: Worker, id: int, seed: int, lr: float = 0.0, proxy: Tensor | None = None) -> None:
+        self.worker, self.id, self.lr = worker, id, lr
         self.state = State({})
         self.counts = worker.counts[id]
         self.n = int(worker.split.counts[id].sum())
-        self.prior = worker.prior(self.counts, worker.counts.sum(0))
+        self.prior = worker.prior(self.counts, worker.counts.sum(0), proxy)
+        self.last_stage, self.last_block = worker.network.last_stage, worker.network.last_block
         self.rng = torch.Generator().manual_seed(seed)
         self.loss_sum, self.steps = 0.0, 0
 
@@ -141,17 +143,20 @@ class Client:
         """Classes with at least one sample."""
         return self.counts.nonzero().flatten()
 
-    def features(self, w: Model, x: Tensor) -> Tensor:
+    def features(self, w: Model, x: Tensor, tap: Tap | None = None) -> Tensor:
         """Return the body's features of images."""
-        return self.worker.features(w, x)
+        if tap is None:
+            return self.worker.features(w, x)
+        with self.worker.tapped(tap):
+            return self.worker.features(w, x)
 
-    def classify(self, w: Model, h: Tensor) -> Tensor:
+    def classify(self, w: Model, h: Tensor, each: bool = False) -> Tensor:
         """Return the head's logits of features."""
-        return self.worker.head(w, h)
+        return self.worker.head(w, h, each)
 
-    def logits(self, w: Model, x: Tensor) -> Tensor:
+    def logits(self, w: Model, x: Tensor, tap: Tap | None = None) -> Tensor:
         """Return the whole model's logits of images."""
-        return self.worker.head(w, self.worker.features(w, x))
+        return self.worker.head(w, self.features(w, x, tap))
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the experiment's loss with its prior."""
@@ -262,10 +267,28 @@ class Worker:
             module.training = w[name].requires_grad
         return functional_call(self.network.body, body, (x,))  # type: ignore[no-any-return]
 
-    def head(self, w: Model, h: Tensor) -> Tensor:
-        """Return the head's logits of features."""
+    def head(self, w: Model, h: Tensor, each: bool = False) -> Tensor:
+        """Return the head's logits of features, or those of each expert."""
         weights = {short: w[name] for name, short in self._names["head"]}
-        return functional_call(self.network.head, weights, (h,))  # type: ignore[no-any-return]
+        if not each:
+            return functional_call(self.network.head, weights, (h,))  # type: ignore[no-any-return]
+        if self.network.experts:
+            return functional_call(self.network.head, weights, (h,), {"each": True})  # type: ignore[no-any-return]
+        return self.head(w, h)[None]  # a single expert is an ordinary network
+
+    @contextmanager
+    def tapped(self, tap: Tap) -> Iterator[None]:
+        """While inside, what the instrumented layers put out goes through the tap."""
+
+        def hook(name: str) -> Callable[..., Tensor]:
+            return lambda module, inputs, output: tap(name, output)
+
+        hooks = [self.network.get_submodule(n).register_forward_hook(hook(n)) for n in self.network.activations]
+        try:
+            yield
+        finally:
+            for handle in hooks:
+                handle.remove()
 
     def images(self, store: Tensor, rows: Any) -> Tensor:
         """Return the images of some rows as the network wants them."""
@@ -295,10 +318,10 @@ class Worker:
         if id in memory:
             fields = memory[id]
         else:
-            newborn = Client(self, id, 0.0, stream(self.experiment.seed, MEMORY, part, id))
+            newborn = Client(self, id, stream(self.experiment.seed, MEMORY, part, id))
             torch.manual_seed(newborn.rng.initial_seed())
             fields = algorithm.client_state(newborn, origin)
-        client = Client(self, id, call.get("lr", 0.0), seed, call.get("round", 0))
+        client = Client(self, id, seed, **call)
         client.state = State(place(fields, self.device))
         torch.manual_seed(seed)
         return client
@@ -312,10 +335,11 @@ class Worker:
 
     def _run(self, job: Job, shared: tuple[Any, ...], origin: Params, result: Result) -> None:
         local = getattr(self.parts[job.part], job.method)
+        proxy = None if job.proxy is None else job.proxy.to(self.device)
         for id in job.ids:
             seed = stream(self.experiment.seed, CALL, job.round, job.call, id)
             try:
-                client = self.client(id, job.part, job.memory, origin, seed, lr=job.lr, round=job.round)
+                client = self.client(id, job.part, job.memory, origin, seed, lr=job.lr, proxy=proxy)
                 value = local(client, *shared, *(() if job.each is None else (place(job.each[id], self.device),)))
                 memory = place(client.state.fields(), CPU)
             except Exception as error:
@@ -354,8 +378,12 @@ def network(experiment: Experiment, dataset: Dataset) -> models.Network:
     """Build the experiment's network with its initial weights."""
     model = experiment.model
     assert model.name is not None
+    asked = {part.experts for part in experiment.chain().parts} - {None}
+    if len(asked) > 1:
+        raise ValueError(f"the algorithms of the chain want different numbers of experts: {sorted(asked, key=str)}")
+    experts = asked.pop() if asked else model.experts
     return models.build(
-        model.name, dataset.shape, dataset.classes, width=model.width, experts=model.experts, seed=experiment.seed
+        model.name, dataset.shape, dataset.classes, width=model.width, experts=experts, seed=experiment.seed
     )
 
 

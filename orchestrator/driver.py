@@ -137,6 +137,7 @@ class Driver:
         self.directory = None if directory is None else RunDirectory(directory)
         self.history: list[dict[str, Any]] = []
         self.round = 0
+        self.proxy: torch.Tensor | None = None  # the class prior that an algorithm has left in its field `prior`
         self._saved, self._write_s, self._changed = time.monotonic(), 0.0, set[int]()
         if not self._resume():
             self._enter(0, Params.of(network(experiment, dataset)))
@@ -151,7 +152,11 @@ class Driver:
     def _enter(self, part: int, model: Params) -> None:
         """Begin an algorithm of the chain, from a model."""
         self.part, self.origin = part, place(model, CPU)
-        self.server = State(place(self.parts[part].server_state(self.origin), CPU))
+        before = self.server.fields() if part else {}
+        fields = self.parts[part].server_state(self.origin)
+        fields |= {name: before[name] for name in self.parts[part].inherits if name in before}
+        self.server = State(place(fields, CPU))
+        self.proxy = before.get("prior", self.proxy)
         self.memory: dict[int, dict[str, Any]] = {}
         self._origin = self.engine.put(self.origin)
         self._changed = set()
@@ -180,7 +185,7 @@ class Driver:
         metrics |= {"bytes/up": float(self._up), "bytes/down": float(self._down)}
         if self._rejected:
             metrics["clients/rejected"] = float(len(self._rejected))
-        if turn.last or (turn.round + 1) % self.experiment.evaluate.every == 0:
+        if turn.phase.scored and (turn.last or (turn.round + 1) % self.experiment.evaluate.every == 0):
             started = time.perf_counter()
             scores = self.evaluate()
             metrics |= scores.metrics()
@@ -220,7 +225,7 @@ class Driver:
         lr = local.lr if local.schedule is None else local.schedule.rate(local.lr, self.round)
         job = Job(
             "run", self.part, method, (), self.round, self._calls, lr,
-            skip_bad=self.experiment.failures.bad_update == "skip",
+            proxy=self.proxy, skip_bad=self.experiment.failures.bad_update == "skip",
         )  # fmt: skip
         jobs = [
             replace(
@@ -305,6 +310,7 @@ class Driver:
         assert self.directory is not None
         began = time.monotonic()
         run = {"round": self.round, "part": self.part, "origin": self.origin, "server": self.server.fields()}
+        run["proxy"] = self.proxy
         self.directory.save(self.round, run, self.memory, self._changed)
         self._changed = set()
         self._saved = time.monotonic()
@@ -318,7 +324,7 @@ class Driver:
         run, memory = loaded
         self.history = [line for line in self.directory.lines() if line["round"] <= run["round"]]
         self.round, self.part, self.origin = run["round"], run["part"], run["origin"]
-        self.server, self.memory = State(run["server"]), memory
+        self.server, self.memory, self.proxy = State(run["server"]), memory, run["proxy"]
         self._origin = self.engine.put(self.origin)
         return True
 

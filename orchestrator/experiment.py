@@ -430,7 +430,7 @@ class Experiment(Part):
 
     def chain(self) -> Chain:
         """Build the algorithms."""
-        return algorithms.build({name: knobs} for name, knobs in self.algorithm)
+        return algorithms.build(({name: knobs} for name, knobs in self.algorithm), self.local.prior)
 
 
 class Search(Part):

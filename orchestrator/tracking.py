@@ -206,7 +206,10 @@ class Mirror:
         self._end(status, os.path.relpath(summary, self.dir) if summary else None, note, metrics or {})
         self._thread.join(timeout)
         self._stop = True
-        return self.owed()
+        owed = self.owed()
+        if owed and self.last_error is None:
+            self.last_error = f"not done within {timeout:g} s"
+        return owed
 
     def _end(self, status: str, summary: str | None, note: str | None, metrics: Mapping[str, float]) -> None:
         """Put on record how the sweep ended (an MLflow that is away hears it later) and end what still runs."""
@@ -234,9 +237,9 @@ class Mirror:
             closing = self._record["closing"] is not None
             try:
                 self._deliver(closing)
-                pause, self.last_error = POLL, None
                 if closing:
                     break
+                pause, self.last_error = POLL, None
             except Exception as error:
                 self.last_error = self._explain(error)
                 pause = min(2 * pause, 1.0 if closing else SLOWEST)
@@ -254,6 +257,8 @@ class Mirror:
             self._open()
         failed: Exception | None = None
         for trial_id, trial in list(self._trials.items()):
+            if self._stop:
+                return
             try:
                 self._mirror(trial_id, trial)
             except Exception as error:
@@ -303,7 +308,7 @@ class Mirror:
                 trial.reopen = False
             trial.read(sent)
             self._send(trial_id, trial, run)
-            if not ended:
+            if not ended or trial.pending:
                 return
             self._finish(trial, run, status, error)
             self._save(done={**self._record["done"], trial_id: status})

@@ -64,9 +64,8 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         line = driver.history[-1] if driver.history else {"metrics": {}}
         while not driver.done:
             line = driver.advance()
-            first_phase = driver.plan[driver.round - 1].number == 0
-            more_to_come = not driver.done and driver.plan[driver.round].number == 0
-            if first_phase and more_to_come and "time/evaluate" in line["metrics"]:
+            first = next((turn.number for turn in driver.plan if turn.phase.scored), 0)
+            if not driver.done and driver.plan[driver.round].number == first and "time/evaluate" in line["metrics"]:
                 break
         if driver.done:
             set_status(self.path, "FINISHED", fingerprint=driver.fingerprint(), restarts=self.pool.restarts)

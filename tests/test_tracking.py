@@ -410,25 +410,44 @@ def test_ui_command(uri, tmp_path, monkeypatch):
 
 RACE = """
 import pathlib, sys, time
-from orchestrator import tracking
+sys.path.append("tests")
+from test_tracking import Directory, tracking
 out, name = pathlib.Path(sys.argv[1]), sys.argv[2]
 tracking._mlflow()
-(out / name / "trials").mkdir(parents=True)
+sweep = Directory(out / name)
 while len(list(out.glob("sweep*"))) < 4:
     time.sleep(0.01)
-m = tracking.Mirror(tracking.default_uri(out), out / name, experiment="race", tags={})
+m = tracking.Mirror(tracking.default_uri(out), sweep.path, experiment="race", tags={})
 m.start()
+for trial in ("0000", "0001", "0002"):
+    sweep.trial(trial, name=f"{name} {trial}")
+    m.watch(trial)
+for i in range(1, 21):
+    for trial in ("0000", "0001", "0002"):
+        sweep.rounds(trial, i, i)
+    time.sleep(0.05)
+for trial in ("0000", "0001", "0002"):
+    sweep.status(trial, "FINISHED")
+    m.finish(trial)
 sys.exit(m.close("FINISHED", timeout=60))
 """
 
 
-def test_four_processes_open_a_fresh_database_at_once(tmp_path):
+def test_four_sweeps_make_and_share_one_fresh_database(tmp_path):
     commands = [[sys.executable, "-c", RACE, str(tmp_path), f"sweep{i}"] for i in range(4)]
     processes = [subprocess.Popen(command, cwd=ROOT) for command in commands]
-    assert [process.wait(120) for process in processes] == [0] * 4
-    found = runs(tracking.default_uri(tmp_path), "race")
-    assert sorted(found) == [f"sweep{i}" for i in range(4)]
+    store = tracking.default_uri(tmp_path)
+    while any(process.poll() is None for process in processes):  # and a reader all the while
+        if (tmp_path / "mlflow.db").exists():
+            client(store).search_runs([e.experiment_id for e in client(store).search_experiments()])
+        time.sleep(0.2)
+    assert [process.wait() for process in processes] == [0] * 4
+    found = runs(store, "race")
+    names = [f"sweep{i}" for i in range(4)]
+    assert sorted(found) == sorted(names + [f"{name} 000{j}" for name in names for j in range(3)])
     assert all(len(same) == 1 and same[0].info.status == "FINISHED" for same in found.values())
+    for (run,) in (found[name] for name in found if name not in names):
+        assert history(store, run.info.run_id, "generic/acc") == written(20)
 
 
 class Server:
