@@ -1,4 +1,4 @@
-"""GPI: global proxy information, a class prior read off classifier updates (LDAE's round 0: Definition 2, eq. 7)."""
+"""GPI: global proxy information, a class prior read off classifier updates (LDAE's first round; Def. 2-3, eq. 5-7)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GPI(Algorithm):
     inherits: ClassVar[tuple[str, ...]] = ("model",)
     epochs: int = knob(1, ge=1)  #: local epochs of the proxy round
     normalise: bool = True  #: each client's proxy counts by its samples; False: raw, as eq. 7 is printed
-    floor: float = knob(5.0, ge=0)  #: smallest pseudo count of a class (normalised form)
+    floor: float = knob(5.0, gt=0)  #: smallest pseudo count of a class (normalised form)
 
     def server_state(self, model: Params) -> dict[str, Any]:
         """Keep the untouched model, the prior and every client's proxy."""
@@ -31,19 +31,20 @@ class GPI(Algorithm):
         return [Phase(self.proxy, rounds=1, everyone=True, scored=False)]
 
     def proxy(self, server: State, clients: Cohort) -> None:
-        """pi_c ~ sum_k n_k/n [Omega_c^k > 0] Omega_c^k."""
+        """Collect Omega^k and n_k of every client, and make the prior of them."""
         received = clients.map(self.local, server.model)
-        sizes = {k: n for k, (n, _) in received.items()}
         server.proxies = {k: omega for k, (_, omega) in received.items()}
-        if self.normalise:
-            shares = {k: o.clamp_min(1e-5) / o.clamp_min(1e-5).sum() for k, o in server.proxies.items()}
-            pseudo = sum((sizes[k] * share).round() for k, share in shares.items())
-            total = torch.as_tensor(pseudo).clamp_min(self.floor)
-        else:
-            n = sum(sizes.values())
-            total = torch.as_tensor(sum(sizes[k] / n * o.clamp_min(0) for k, o in server.proxies.items()))
-            total = total.clamp_min(1e-3 * float(total.max()))
-        server.prior = total / total.sum()
+        total = torch.stack([self.weigh(n, omega) for n, omega in received.values()]).sum(0)
+        smallest = self.floor if self.normalise else max(1e-3 * float(total.max()), 1e-12)
+        pi = total.clamp_min(smallest)  # a class that nobody's update shows keeps a finite logarithm
+        server.prior = pi / pi.sum()
+
+    def weigh(self, n: int, omega: Tensor) -> Tensor:
+        """n_k [Omega_c^k > 0] Omega_c^k, eq. 7 but for the factor 1/n; normalised: n_k samples shared out by it."""
+        if not self.normalise:
+            return n * omega.clamp_min(0)
+        share = omega.clamp_min(1e-5)  # raw proxies grow with the number of steps, so big clients would count twice
+        return (n * share / share.sum()).round()
 
     def local(self, client: Client, w: Params) -> tuple[int, Tensor]:
         """Omega_c^k: the row sums of the classifier's change, averaged over experts where there are several."""

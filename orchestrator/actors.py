@@ -88,8 +88,7 @@ class Pool:
                     results[i] = ray.get(future)
                     idle.append(actor)
                 except RayTaskError as error:
-                    cause = error.as_instanceof_cause()
-                    raise cause if isinstance(cause, ClientFailed) else error from None
+                    raise error.cause if isinstance(error.cause, ClientFailed) else error from None
                 except RayError as error:
                     self._bury(actor, jobs[i], attempts[i], error)
                     attempts[i] += 1

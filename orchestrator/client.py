@@ -247,7 +247,7 @@ class Worker:
         self.mean, self.std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (dataset.mean, dataset.std))
         named = experiment.local.augment
         self.augment = {"none": _as_it_is, "crop_flip": self._crop_flip}[dataset.augment if named == "auto" else named]
-        self.tests = evaluate.TestSet(dataset.y_test, dataset.classes)
+        self.tests = evaluate.SortedTest(dataset.y_test, dataset.classes)
         self._memo: dict[Any, tuple[Any, Tensor]] | None = None
 
     # Networks as functions of their weights ------------------------------------------------------------------------
@@ -345,7 +345,8 @@ class Worker:
             except Exception as error:
                 where = f"client {id}, round {job.round}, {type(self.parts[job.part]).__name__}.{job.method}"
                 raise ClientFailed(f"{where}: {error}\n{traceback.format_exc()}") from None
-            bad = next((name for name, t in tensors(value) if not torch.isfinite(t).all()), None)
+            new = (*tensors(value), *tensors(memory, "memory"))
+            bad = next((name for name, t in new if not torch.isfinite(t).all()), None)
             if bad is not None:
                 why = f"client {id}, round {job.round}: '{bad}' is not finite"
                 if not job.skip_bad:

@@ -17,7 +17,7 @@ from algorithms.params import Params
 from orchestrator.checkpoint import RunDirectory, fingerprint
 from orchestrator.client import CPU, SAMPLING, SERVER, Job, Result, Worker, network, place, size, stream
 from orchestrator.data import Dataset, Split, split
-from orchestrator.evaluate import Scores, TestSet
+from orchestrator.evaluate import Scores, SortedTest
 from orchestrator.experiment import Experiment
 
 JOBS = 32  #: a call is cut into at most this many jobs, whoever runs them
@@ -80,7 +80,7 @@ class Turn:
 
     part: int
     phase: Phase
-    name: str  #: for people and logs, e.g. "fedavg.train"
+    name: str  #: for people and logs, algorithm and step, e.g. "NAME.train"
     number: int  #: of the phase, from 0
     round: int  #: within the phase, from 0
     rounds: int  #: of the phase
@@ -133,7 +133,7 @@ class Driver:
         self.parts: tuple[Algorithm, ...] = experiment.chain().parts
         self.plan = _plan(experiment)
         self.selectable = np.flatnonzero(split.counts.sum(1) > 0).tolist()
-        self.tests = TestSet(dataset.y_test, dataset.classes)
+        self.tests = SortedTest(dataset.y_test, dataset.classes)
         self.directory = None if directory is None else RunDirectory(directory)
         self.history: list[dict[str, Any]] = []
         self.round = 0

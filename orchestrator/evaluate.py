@@ -40,7 +40,7 @@ def known_metrics() -> list[str]:
 # On the workers ------------------------------------------------------------------------------------------------------
 
 
-class TestSet:
+class SortedTest:
     """The test images sorted by class and cut into blocks of one class each, the same for every worker."""
 
     def __init__(self, labels: IntArray, classes: int) -> None:

@@ -9,8 +9,8 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path as FilePath
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -29,12 +29,27 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 import algorithms
-from algorithms.base import Algorithm, Chain
+from algorithms.base import Chain
 from algorithms.losses import LOSSES, Loss
 from algorithms.priors import PRIORS
-from orchestrator.yaml_file import Document, InputError, Path, dotted, emit, load, parse, short, told
+from orchestrator.yaml_file import Document, InputError, Keys, dotted, emit, load, parse, short, told
 
-T = TypeVar("T")
+__all__ = [
+    "Cluster",
+    "Complaint",
+    "Data",
+    "Evaluate",
+    "Experiment",
+    "Failures",
+    "InputError",
+    "Local",
+    "Model",
+    "Named",
+]
+__all__ += ["Schedule", "Search", "Sweep", "complaints", "dump", "dump_sweep", "listed", "problems", "read"]
+__all__ += ["read_experiment", "shown"]
+
+LONGEST = 50  #: algorithms in a chain
 Named = tuple[str, dict[str, Any]]  # of an algorithm or a loss: its name and all its hyperparameters
 
 
@@ -44,7 +59,7 @@ Named = tuple[str, dict[str, Any]]  # of an algorithm or a loss: its name and al
 class Complaint(NamedTuple):
     """One mistake: its path, what is wrong and what would be right, and whether the key itself is the mistake."""
 
-    path: Path
+    path: Keys
     text: str
     key: bool = False
 
@@ -57,7 +72,6 @@ _WANTED = {
     **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "a mapping of keys to values"),
     "finite_number": "a finite number",
     "string_type": "text",
-    "too_short": "a list of at least one",
     "greater_than": "> {gt:g}",
     "greater_than_equal": ">= {ge:g}",
     "less_than": "< {lt:g}",
@@ -89,7 +103,7 @@ def complaints(error: ValidationError, model: type[BaseModel] | None = None) -> 
     return found
 
 
-def _fields(model: type[BaseModel] | None, path: Path) -> list[str]:
+def _fields(model: type[BaseModel] | None, path: Keys) -> list[str]:
     for key in path:
         hint = model.model_fields[str(key)].annotation if model else None
         inside = [hint, *typing.get_args(hint)]
@@ -141,14 +155,13 @@ def _typed(hint: Any, bounds: Mapping[str, Any]) -> Any:
 
 
 @cache
-def _adapters(kind: Hashable) -> dict[str, TypeAdapter[Any]]:
-    assert isinstance(kind, type)
+def _adapters(kind: Any) -> dict[str, TypeAdapter[Any]]:
     hints = typing.get_type_hints(kind)
     return {f.name: TypeAdapter(_typed(hints[f.name], f.metadata)) for f in dataclasses.fields(kind)}
 
 
-def _make(kind: type[T], given: Any) -> T:
-    """Build an algorithm or a loss from its hyperparameters."""
+def _knobs(kind: Any, given: Any) -> dict[str, Any]:
+    """Return all hyperparameters of an algorithm or a loss of which some are given."""
     if not isinstance(given, Mapping):
         raise _within([Complaint((), f"must be a mapping of hyperparameters, not {short(given)}")])
     adapters, values, found = _adapters(kind), dict[str, Any](), list[Complaint]()
@@ -162,13 +175,10 @@ def _make(kind: type[T], given: Any) -> T:
     if found:
         raise _within(found)
     try:
-        return kind(**values)
+        made = kind(**values)
     except ValueError as error:
         raise _within([Complaint((), str(error))]) from None
-
-
-def _knobs(made: Any) -> dict[str, Any]:
-    return {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
+    return {name: getattr(made, name) for name in adapters}
 
 
 def _loss(value: Any) -> Any:
@@ -180,12 +190,12 @@ def _loss(value: Any) -> Any:
     if name not in LOSSES:
         raise _within([Complaint((), f"there is no loss '{name}'; {algorithms.nearest(str(name), LOSSES)}")])
     try:
-        return name, _knobs(_make(LOSSES[name], {} if given is None else given))
+        return name, _knobs(LOSSES[name], {} if given is None else given)
     except PydanticCustomError as error:
         raise _inside((name,), error) from None
 
 
-def _inside(path: Path, error: PydanticCustomError) -> PydanticCustomError:
+def _inside(path: Keys, error: PydanticCustomError) -> PydanticCustomError:
     found: list[Complaint] = (error.context or {})["complaints"]
     return _within([each._replace(path=(*path, *each.path)) for each in found])
 
@@ -204,6 +214,8 @@ def _chain(value: Any) -> Any:
     entries = listed(value)
     if not isinstance(entries, list) or not entries:
         raise _wanted("an algorithm's name or a list of {name: {hyperparameter: value}}")
+    if len(entries) > LONGEST:
+        raise _within([Complaint((), f"{len(entries)} algorithms in a chain; at most {LONGEST} are possible")])
     chain, found = list[Named](), list[Complaint]()
     for i, entry in enumerate(entries):
         if not isinstance(entry, Mapping) or len(entry) != 1:
@@ -211,21 +223,25 @@ def _chain(value: Any) -> Any:
             continue
         ((name, given),) = entry.items()
         try:
-            kind: type[Algorithm] = algorithms.find(str(name))
+            kind = algorithms.find(str(name))
         except ValueError as error:
             found.append(Complaint((i, name), str(error), True))
             continue
+        if kind.after and not chain:
+            chain.append((kind.after, _knobs(algorithms.find(kind.after), {})))
         try:
-            made = _make(kind, given)
+            chain.append((str(name), _knobs(kind, given)))
         except PydanticCustomError as error:
             found += (_inside((i, name), error).context or {})["complaints"]
-            continue
-        if kind.after and not chain:
-            chain.append((kind.after, _knobs(algorithms.find(kind.after)())))
-        chain.append((str(name), _knobs(made)))
     if found:
         raise _within(found)
     return tuple(chain)
+
+
+def _some(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not values:
+        raise _wanted("a list of at least one")
+    return values
 
 
 def _gpu_share(value: float | str) -> float | str:
@@ -341,7 +357,7 @@ class Local(Part):
             loss = info.data["loss"][0]
             others, users = sorted(PRIORS.keys() - {"none"}), [name for name in LOSSES if LOSSES[name].uses_prior]
             if LOSSES[loss].uses_prior and prior == "none":
-                raise ValueError(f"loss '{loss}' needs a class prior; choose {' or '.join(others)}")
+                raise ValueError(f"loss '{loss}' needs a class prior; choose one of {', '.join(others)}")
             if not LOSSES[loss].uses_prior and prior != "none":
                 raise ValueError(f"loss '{loss}' uses no prior; choose none, or loss {' or '.join(users)}")
         return prior
@@ -360,7 +376,7 @@ class Evaluate(Part):
     """When the models are tested, and which; they always are at the end of a phase."""
 
     every: Count = 5
-    what: Annotated[tuple[Literal["generic", "personal"], ...], Field(min_length=1)] = ("generic", "personal")
+    what: Annotated[tuple[Literal["generic", "personal"], ...], AfterValidator(_some)] = ("generic", "personal")
 
 
 class Failures(Part):
@@ -474,13 +490,13 @@ def problems(tree: Mapping[str, Any], model: type[Part] = Experiment) -> list[Co
 
 
 #: Where a name stands for a mapping.
-_SHORT: dict[Path, Callable[[str], Any]] = {
+_SHORT: dict[Keys, Callable[[str], Any]] = {
     ("model",): lambda name: {"name": name},
     ("local", "loss"): lambda name: {name: {}},
 }
 
 
-def shown(path: Path, tree: Mapping[str, Any]) -> str:
+def shown(path: Keys, tree: Mapping[str, Any]) -> str:
     """Write a path for people: an algorithm that occurs once goes by its name, `algorithm.<name>.<hyperparameter>`."""
     entries = listed(tree.get("algorithm"))
     if path[:1] == ("algorithm",) and len(path) > 2 and isinstance(entries, list):
@@ -489,7 +505,7 @@ def shown(path: Path, tree: Mapping[str, Any]) -> str:
     return dotted(path)
 
 
-def read(path: FilePath | None = None, text: str | None = None, overrides: Sequence[str] = ()) -> Sweep:
+def read(path: Path | None = None, text: str | None = None, overrides: Sequence[str] = ()) -> Sweep:
     """Read a sweep from a file or a text, set what `path=value` overrides say, and check every candidate."""
     from orchestrator.space import check
 
@@ -555,7 +571,7 @@ def _spell_out(root: Document) -> None:
         root.value["algorithm"] = listed(chain)
 
 
-def read_experiment(path: FilePath) -> Experiment:
+def read_experiment(path: Path) -> Experiment:
     """Read a file that leaves nothing open."""
     from orchestrator.space import leaves
 

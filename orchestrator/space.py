@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from orchestrator.experiment import Complaint, Experiment, Sweep, complaints, problems, shown
-from orchestrator.yaml_file import InputError, Open, Path, dotted, short, told
+from orchestrator.yaml_file import InputError, Keys, Open, dotted, short, told
 
 __all__ = ["InputError", "Open", "Trial", "check", "leaves", "trials", "tune_domain"]
 
@@ -37,7 +37,7 @@ def leaves(sweep: Sweep) -> dict[str, Open]:
     return {dotted(path): leaf for path, leaf in _leaves(sweep.experiment, ())}
 
 
-def _leaves(node: Any, path: Path) -> Iterator[tuple[Path, Open]]:
+def _leaves(node: Any, path: Keys) -> Iterator[tuple[Keys, Open]]:
     if isinstance(node, Open):
         yield path, node
     elif isinstance(node, dict | list):
@@ -45,7 +45,7 @@ def _leaves(node: Any, path: Path) -> Iterator[tuple[Path, Open]]:
             yield from _leaves(inner, (*path, key))
 
 
-def _filled(node: Any, chosen: Mapping[Path, Any], path: Path = ()) -> Any:
+def _filled(node: Any, chosen: Mapping[Keys, Any], path: Keys = ()) -> Any:
     if isinstance(node, Open):
         return chosen[path]
     if isinstance(node, dict):
@@ -87,9 +87,9 @@ def _message(
     sweep: Sweep,
     complaint: Complaint,
     tree: Mapping[str, Any],
-    opened: Mapping[Path, Open],
-    chosen: Mapping[Path, Any],
-    cause: Path | None,
+    opened: Mapping[Keys, Open],
+    chosen: Mapping[Keys, Any],
+    cause: Keys | None,
 ) -> str:
     """Tell a complaint at the open leaf it is about, or at the one that was varied, or at its own place."""
     path, text, key = complaint
@@ -129,7 +129,7 @@ def trials(sweep: Sweep, seed: int = 0) -> list[Trial]:
     return list(found.values())
 
 
-def _experiment(sweep: Sweep, chosen: Mapping[Path, Any]) -> Experiment:
+def _experiment(sweep: Sweep, chosen: Mapping[Keys, Any]) -> Experiment:
     tree = _filled(sweep.experiment, chosen)
     try:
         return Experiment.model_validate(tree)
@@ -143,7 +143,7 @@ def _experiment(sweep: Sweep, chosen: Mapping[Path, Any]) -> Experiment:
         ) from None
 
 
-def _draw(leaf: Open, path: Path, seed: int, draw: int) -> Any:
+def _draw(leaf: Open, path: Keys, seed: int, draw: int) -> Any:
     """Draw a value; a leaf's stream has its path in it, so that opening another leaf does not change it."""
     rng = np.random.default_rng(np.random.SeedSequence((seed, draw, zlib.crc32(dotted(path).encode()))))
     if leaf.kind == "choice":
@@ -160,7 +160,7 @@ def _draw(leaf: Open, path: Path, seed: int, draw: int) -> Any:
     return value if isinstance(value, int) else float(f"{value:.12g}")
 
 
-def _labels(paths: list[Path]) -> dict[Path, str]:
+def _labels(paths: list[Keys]) -> dict[Keys, str]:
     """Name leaves by their last key, or the last two where that is not enough; algorithms name themselves."""
     named = [path for path in paths if path[0] != "algorithm" or len(path) > 2]
     lasts = Counter(path[-1] for path in named)

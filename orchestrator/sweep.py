@@ -125,7 +125,8 @@ def _scheduler(search: Search, points: Sequence[Point]) -> TrialScheduler:
 @contextmanager
 def _cluster(options: argparse.Namespace, console: Console) -> Iterator[None]:
     """Join the given cluster, or start one of our own and leave nothing of it behind."""
-    logging.getLogger("ray").setLevel(logging.ERROR)
+    # Tune prints the traceback of every failed try; ours are in the trials' directories, and named at the end.
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     temporary = None
     if options.address:

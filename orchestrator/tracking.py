@@ -73,7 +73,7 @@ def prepare(uri: str, artifacts: Path) -> None:
 
 
 def parameters(experiment: Mapping[str, Any]) -> dict[str, str]:
-    """Flatten an experiment to dotted paths; the chain `[fedprox: {mu: 1}]` becomes `algorithm.fedprox.mu`."""
+    """Flatten an experiment to dotted paths; the chain `[name: {knob: 1}]` becomes `algorithm.name.knob`."""
     flat: dict[str, str] = {}
 
     def walk(path: str, value: Any) -> None:
@@ -207,8 +207,7 @@ class Mirror:
         self._thread.join(timeout)
         self._stop = True
         owed = self.owed()
-        if owed and self.last_error is None:
-            self.last_error = f"not done within {timeout:g} s"
+        self.last_error = (self.last_error or f"not done within {timeout:g} s") if owed else None
         return owed
 
     def _end(self, status: str, summary: str | None, note: str | None, metrics: Mapping[str, float]) -> None:

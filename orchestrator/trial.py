@@ -26,59 +26,56 @@ class Trial(tune.Trainable):  # type: ignore[misc]
     def setup(
         self, config: dict[str, Any], directory: str, datasets: Mapping[str, Any], shares: Mapping[str, Share]
     ) -> None:
-        """Take up the run in its directory, or begin it."""
+        """Remember what to run; Tune may make an actor that it then does not use, so nothing is touched yet."""
         self.folder, self.datasets, self.shares = Path(directory), datasets, shares
         self.pool: Pool | None = None
-        self._guard(self._open, config)
+        self.driver: Driver | None = None
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Serve the next trial with the same actors."""
-        self._guard(self._open, new_config)
+        self.driver = None
         return True
 
-    def _open(self, config: dict[str, Any]) -> None:
-        self.path = self.folder / "trials" / config["trial"]
+    def _open(self) -> Driver:
+        """Take up the run in its directory, or begin it."""
         text = (self.path / "experiment.yaml").read_text(encoding="utf-8")
-        self.experiment = Experiment.model_validate(yaml.safe_load(text))
+        experiment = Experiment.model_validate(yaml.safe_load(text))
         set_status(self.path, "RUNNING")
-        torch.set_num_threads(self.experiment.cluster.threads)
-        reference = self.datasets[data_key(self.experiment)]
+        torch.set_num_threads(experiment.cluster.threads)
+        reference = self.datasets[data_key(experiment)]
         dataset = ray.get(reference)
-        parts = split_for(self.experiment, dataset)
+        parts = split_for(experiment, dataset)
         artifacts = self.path / "artifacts"
         artifacts.mkdir(exist_ok=True)
         parts.save(artifacts / "split.npz")
         write_json(artifacts / "data.json", describe(dataset, parts))
         if self.pool is None:
-            share = self.shares[config["trial"]]
+            share = self.shares[self.config["trial"]]
             self.pool = Pool(share.actors, share.cpu, share.gpu)
-        self.pool.load(self.experiment, reference, parts)
-        self.driver = Driver(self.experiment, dataset, parts, self.pool, self.path)
+        self.pool.load(experiment, reference, parts)
+        return Driver(experiment, dataset, parts, self.pool, self.path)
 
     def step(self) -> dict[str, Any]:
         """Run until there are scores; phases after the first are one step, since nothing may stop them early."""
-        return self._guard(self._step)  # type: ignore[no-any-return]
+        self.path = self.folder / "trials" / self.config["trial"]
+        try:
+            return self._step()
+        except Exception as error:
+            # Leave the reason where people look for it.
+            set_status(self.path, "FAILED", error=f"{error}\n{traceback.format_exc()}")
+            raise
 
     def _step(self) -> dict[str, Any]:
-        driver = self.driver
+        driver = self.driver = self.driver or self._open()
         line = driver.history[-1] if driver.history else {"metrics": {}}
         while not driver.done:
             line = driver.advance()
             first = next((turn.number for turn in driver.plan if turn.phase.scored), 0)
             if not driver.done and driver.plan[driver.round].number == first and "time/evaluate" in line["metrics"]:
                 break
-        if driver.done:
+        if driver.done and self.pool is not None:
             set_status(self.path, "FINISHED", fingerprint=driver.fingerprint(), restarts=self.pool.restarts)
         return {**line["metrics"], "round": driver.round, "done": driver.done}
-
-    def _guard(self, action: Any, *arguments: Any) -> Any:
-        """Leave the reason of a failure in the trial's directory, where people look for it."""
-        try:
-            return action(*arguments)
-        except Exception as error:
-            facts = {"error": f"{error}\n{traceback.format_exc()}"}
-            set_status(self.path, "FAILED", **facts)
-            raise
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Tune keeps nothing: the run directory is the checkpoint."""

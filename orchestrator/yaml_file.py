@@ -14,9 +14,10 @@ from yaml.reader import Reader
 
 from algorithms import nearest
 
-Path = tuple[str | int, ...]  # of a node: keys and list indices from the root
+Keys = tuple[str | int, ...]  # of a node: keys and list indices from the root
 
 LARGEST = 1_000_000  #: bytes in a file
+MOST = 5_000  #: values in a file
 DEEPEST = 30  #: lists and mappings inside one another
 SHOWN = 5  #: lines of an error at most
 
@@ -98,16 +99,16 @@ class Document:
     """Plain data and, for every path in it, the places of its key and of its value."""
 
     value: Any
-    places: dict[Path, tuple[str, str]]
+    places: dict[Keys, tuple[str, str]]
 
-    def place(self, path: Path, key: bool = False) -> str:
+    def place(self, path: Keys, key: bool = False) -> str:
         """Return where a path stands, or the nearest thing around it that does stand somewhere."""
         known = next((path[:end] for end in range(len(path), -1, -1) if path[:end] in self.places), None)
         return "" if known is None else self.places[known][0 if key and known == path else 1]
 
-    def put(self, keys: Sequence[str], new: Document, short_forms: Mapping[Path, Callable[[str], Any]]) -> None:
+    def put(self, keys: Sequence[str], new: Document, short_forms: Mapping[Keys, Callable[[str], Any]]) -> None:
         """Set the value at a path, making mappings on the way; an entry of a list goes by its index or its only key."""
-        here, path, queue, place = self.value, Path(), list(keys), new.place(())
+        here, path, queue, place = self.value, Keys(), list(keys), new.place(())
         while queue:
             key: str | int = queue.pop(0)
             if isinstance(here, list):
@@ -130,7 +131,7 @@ class Document:
         self.places = inside | {(*path, *at): where for at, where in new.places.items()}
 
 
-def _index(entries: list[Any], key: str, path: Path, place: str) -> int:
+def _index(entries: list[Any], key: str, path: Keys, place: str) -> int:
     if key.isdecimal() and int(key) < len(entries):
         return int(key)
     found = [i for i, entry in enumerate(entries) if isinstance(entry, dict) and list(entry) == [key]]
@@ -148,7 +149,7 @@ def walk(node: Any) -> Iterator[Any]:
             yield from walk(inner)
 
 
-def dotted(path: Path) -> str:
+def dotted(path: Keys) -> str:
     """Write a path as `local.lr`."""
     return ".".join(map(str, path))
 
@@ -210,8 +211,8 @@ def parse(text: str, where: Callable[[int, int], str]) -> Document:
 class _Parser:
     def __init__(self, text: str, where: Callable[[int, int], str]) -> None:
         self.events = yaml.parse(text, Loader=_LOADER)
-        self.where = where
-        self.places: dict[Path, tuple[str, str]] = {}
+        self.where, self.nodes = where, 0
+        self.places: dict[Keys, tuple[str, str]] = {}
 
     def document(self) -> Document:
         value, found = None, False
@@ -223,15 +224,18 @@ class _Parser:
                 value, found = self.node(next(self.events), (), None), True
         return Document(value, self.places)
 
-    def error(self, event: Any, path: Path, text: str) -> InputError:
+    def error(self, event: Any, path: Keys, text: str) -> InputError:
         return InputError([told(self.at(event), dotted(path), text)])
 
     def at(self, event: Any) -> str:
         return self.where(event.start_mark.line + 1, event.start_mark.column + 1)
 
-    def node(self, event: Any, path: Path, key: str | None) -> Any:
+    def node(self, event: Any, path: Keys, key: str | None) -> Any:
         if isinstance(event, yaml.AliasEvent) or event.anchor:
             raise self.error(event, path, "anchors (&) and aliases (*) are not allowed; write the value out")
+        self.nodes += 1
+        if self.nodes > MOST:
+            raise self.error(event, path[:3], f"more than {MOST:,} values, which no experiment needs")
         if len(path) > DEEPEST:
             raise self.error(event, path[:3], f"nested more than {DEEPEST} deep")
         place = self.at(event)
@@ -252,7 +256,7 @@ class _Parser:
         except ValueError as error:
             raise self.error(event, path, str(error)) from None
 
-    def plain(self, event: Any, path: Path) -> Any:
+    def plain(self, event: Any, path: Keys) -> Any:
         if isinstance(event, yaml.ScalarEvent):
             return scalar(event.value) if event.implicit[0] and not event.style else event.value
         if isinstance(event, yaml.SequenceStartEvent):

@@ -37,7 +37,6 @@ CASES = {
     ),
     "resnet20": ((3, 32, 32), 10, 269_722),
     "resnet32": ((3, 32, 32), 10, 464_154),
-    "resnet32_experts": ((3, 32, 32), 10, 23_824 + 3 * (248_544 + 48 * 10)),
     "resnet18": ((3, 32, 32), 10, 11_173_962),
     "resnet34": ((3, 32, 32), 10, 21_282_122),
     "resnet50": ((3, 64, 64), 1000, 25_557_032),
@@ -51,20 +50,32 @@ DIMS = {
     "resnet8": 256,
     "resnet20": 64,
     "resnet32": 64,
-    "resnet32_experts": 144,
     "resnet18": 512,
     "resnet34": 512,
     "resnet50": 2048,
     "resnext50": 2048,
     "mobilenet_v3_small": 1024,
 }
-every = pytest.mark.parametrize("name", MODELS)
+EXPERTS = {
+    "cnn_small x3": ((1, 8, 8), 10, (9 + 1) * 16 + (16 * 9 + 1) * 32 + 3 * ((32 * 4 * 4 + 1) * 64 + 64 * 10)),
+    "cnn_ecl x3": ((1, 28, 28), 10, 26 * 6 + 151 * 16 + 3 * (401 * 120 + 121 * 84 + 84 * 10)),
+    "resnet32 x3": ((3, 32, 32), 10, 23_824 + 3 * (248_544 + 48 * 10)),
+}
+CASES |= EXPERTS
+DIMS |= {"cnn_small x3": 3 * 64, "cnn_ecl x3": 3 * 84, "resnet32 x3": 3 * 48}
+every = pytest.mark.parametrize("name", [*MODELS, *EXPERTS])
+
+
+def make(case: str, shape: tuple[int, int, int], classes: int, **options: int) -> Network:
+    """Build what a case names: a model, or one with so many experts."""
+    name, _, experts = case.partition(" x")
+    return build(name, shape, classes, **options, **({"experts": int(experts)} if experts else {}))
 
 
 @cache
 def case(name: str) -> Network:
     shape, classes, _ = CASES[name]
-    return build(name, shape, classes)
+    return make(name, shape, classes)
 
 
 def images(name: str) -> torch.Tensor:
@@ -103,7 +114,7 @@ def test_logits_are_the_head_of_the_body(name):
 
 @every
 def test_gradients_reach_every_parameter(name):
-    network = build(name, CASES[name][0], 3)
+    network = make(name, CASES[name][0], 3)
     network(images(name)).logsumexp(1).sum().backward()
     assert all(p.grad is not None for p in network.parameters())
 
@@ -177,27 +188,27 @@ def test_only_float_state_and_nothing_in_place(name):
             assert module.running_mean.eq(0).all()
 
 
-@pytest.mark.parametrize("name", ["cnn_small", "resnet20", "resnet32_experts", "mobilenet_v3_small"])
+@pytest.mark.parametrize("name", ["cnn_small", "resnet20", "cnn_small x3", "resnet32 x3", "mobilenet_v3_small"])
 def test_weights_come_from_the_seed_alone(name):
     shape, classes, _ = CASES[name]
     threads = torch.get_num_threads()
     torch.manual_seed(123)
     before = torch.get_rng_state()
-    first = weights(build(name, shape, classes, seed=7))
+    first = weights(make(name, shape, classes, seed=7))
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(5)
     torch.set_num_threads(3 - min(threads, 2))
     try:
-        again = weights(build(name, shape, classes, seed=7))
+        again = weights(make(name, shape, classes, seed=7))
     finally:
         torch.set_num_threads(threads)
     assert equal(first, again)
-    assert not equal(first, weights(build(name, shape, classes, seed=8)))
+    assert not equal(first, weights(make(name, shape, classes, seed=8)))
 
 
-@pytest.mark.parametrize("name", ["resnet8", "resnet32_experts", "mobilenet_v3_small"])
+@pytest.mark.parametrize("name", ["resnet8", "resnet32 x3", "mobilenet_v3_small"])
 def test_functional_call_moves_the_given_buffers_only(name):
-    network = build(name, CASES[name][0], 3)
+    network = make(name, CASES[name][0], 3)
     own, given = weights(network.body), weights(network.body)
     network.train()
     h = functional_call(network.body, given, images(name))
@@ -209,12 +220,13 @@ def test_functional_call_moves_the_given_buffers_only(name):
         assert torch.equal(given[key], own[key]), key
 
 
-@pytest.mark.parametrize("name", ["cnn_small", "resnet8", "resnet32_experts"])
+@pytest.mark.parametrize("name", ["cnn_small", "resnet8", "cnn_small x3", "resnet32 x3"])
 def test_clients_can_be_stacked(name):
     shape = CASES[name][0]
-    network = build(name, shape, 3, width=4) if name == "resnet8" else build(name, shape, 3)
+    narrow = {"width": 4} if name == "resnet8" else {}
+    network = make(name, shape, 3, **narrow)
     network.train()
-    each = [weights(build(name, shape, 3, width=4 if name == "resnet8" else None, seed=s)) for s in (1, 2)]
+    each = [weights(make(name, shape, 3, **narrow, seed=s)) for s in (1, 2)]
     x = torch.stack([images(name), images(name).flip(0) + 1])
     stacked = {key: torch.stack([w[key] for w in each]) for key in each[0]}
     together = vmap(lambda w, x: functional_call(network, w, x))(stacked, x)
@@ -226,20 +238,29 @@ def test_clients_can_be_stacked(name):
 
 @pytest.mark.parametrize(("experts", "millions"), [(1, 0.46), (2, 0.52), (3, 0.77), (4, 1.02), (5, 1.27)])
 def test_expert_sizes_are_those_of_ldae_table_6(experts, millions):
-    network = build("resnet32_experts", (3, 32, 32), 100, experts=experts)
+    network = build("resnet32", (3, 32, 32), 100, experts=experts)
     assert round(count(network.body) / 1e6, 2) == millions
-    assert network.experts == experts
+    assert network.experts == (experts if experts > 1 else 0)
     if experts > 1:
         assert count(network.body) == 23_824 + experts * 248_544
 
 
-def test_experts_own_equal_and_separate_parts():
-    network = case("resnet32_experts")
+@pytest.mark.parametrize(
+    ("name", "shared_size", "own_size"),
+    [
+        ("resnet32 x3", 23_824, 248_544 + 480),
+        ("cnn_small x3", 10 * 16 + 145 * 32, 513 * 64 + 640),
+        ("cnn_ecl x3", 26 * 6 + 151 * 16, 401 * 120 + 121 * 84 + 840),
+    ],
+)
+def test_experts_own_equal_and_separate_parts(name, shared_size, own_size):
+    network = case(name)
     tensors = dict(network.named_parameters())
-    parts = [{key for key in tensors if key.startswith(network.expert_prefixes(i))} for i in range(3)]
-    assert all(sum(tensors[key].numel() for key in part) == 248_544 + 480 for part in parts)
+    parts = [{key for key in tensors if key.startswith(network.expert_prefixes(i))} for i in range(network.experts)]
+    assert [sum(tensors[key].numel() for key in part) for part in parts] == [own_size] * 3
     shared = set(tensors) - set.union(*parts)
-    assert sum(tensors[key].numel() for key in shared) == 23_824
+    assert sum(tensors[key].numel() for key in shared) == shared_size
+    assert shared == {key for key in tensors if not key.startswith(("body.experts.", "head.experts."))}
     assert sum(map(len, parts)) + len(shared) == len(tensors)
     with pytest.raises(ValueError, match="no expert 3"):
         network.expert_prefixes(3)
@@ -247,8 +268,10 @@ def test_experts_own_equal_and_separate_parts():
         case("resnet32").expert_prefixes(0)
 
 
-def test_expert_logits():
-    network, x = case("resnet32_experts"), images("resnet32_experts")
+@pytest.mark.parametrize("name", EXPERTS)
+def test_expert_logits(name):
+    network, x = case(name), images(name)
+    dim = network.dim // 3
     network.eval()
     with torch.no_grad():
         h = network.body(x)
@@ -258,7 +281,7 @@ def test_expert_logits():
         torch.testing.assert_close(functional_call(network.head, weights(network.head), (h,), {"each": True}), each)
         # Expert 1 reads its own features and no others.
         other = h.clone()
-        other[:, 48:96] = torch.rand(2, 48)
+        other[:, dim : 2 * dim] = torch.rand(2, dim)
         changed = (network.head.expert_logits(other) - each).abs().amax((1, 2))
     network.train()
     assert changed[1] > 0
@@ -273,11 +296,18 @@ def test_cosine_logits_by_hand():
     torch.testing.assert_close(head(torch.tensor([[0.0, 5.0]])), torch.tensor([[0.0, 24.0]]))
 
 
-def test_one_expert_is_the_plain_resnet32():
-    one = build("resnet32_experts", (3, 32, 32), 10, experts=1)
-    assert equal(weights(one), weights(case("resnet32")))
-    owned = [key for key, _ in one.named_parameters() if key.startswith(one.expert_prefixes(0))]
-    assert owned == [key for key, _ in one.named_parameters() if not key.startswith(("body.stem.", "body.stage1."))]
+@pytest.mark.parametrize("name", ["cnn_small", "cnn_ecl", "resnet32", "resnet18"])
+def test_one_expert_is_the_plain_network(name):
+    shape, classes, _ = CASES[name]
+    one = build(name, shape, classes, experts=1)
+    assert one.experts == 0
+    assert equal(weights(one), weights(case(name)))
+
+
+def test_width_scales_every_part_of_an_expert():
+    network = build("resnet32", (1, 8, 8), 10, width=4, experts=2)
+    assert network.dim == 2 * 12
+    assert network.get_parameter("body.experts.1.stage2.0.conv1.weight").shape == (6, 4, 3, 3)
 
 
 def test_pad_shortcut_by_hand():
@@ -304,11 +334,12 @@ def test_width(name, dim):
 
 @every
 def test_smallest_image(name):
-    side = MODELS[name].smallest
-    network = build(name, (1, side, side + 1), 2)
+    model = name.partition(" x")[0]
+    side = MODELS[model].smallest
+    network = make(name, (1, side, side + 1), 2)
     assert network(torch.zeros(2, 1, side, side + 1)).shape == (2, 2)
-    with pytest.raises(ValueError, match=f"{name}.* at least {side}x{side}, not {side + 1}x{side - 1}"):
-        build(name, (1, side + 1, side - 1), 2)
+    with pytest.raises(ValueError, match=f"{model}.* at least {side}x{side}, not {side + 1}x{side - 1}"):
+        make(name, (1, side + 1, side - 1), 2)
 
 
 def test_errors_name_the_remedy():
@@ -316,10 +347,10 @@ def test_errors_name_the_remedy():
         build("resnt32", (3, 32, 32), 10)
     with pytest.raises(ValueError, match="'cnn_ecl' takes no width; those that do: resnet8, resnet20"):
         build("cnn_ecl", (1, 28, 28), 10, width=8)
-    with pytest.raises(ValueError, match="'resnet32' takes no experts; those that do: resnet32_experts"):
-        build("resnet32", (3, 32, 32), 10, experts=2)
+    with pytest.raises(ValueError, match="'resnet20' takes no experts; those that do: cnn_small, cnn_ecl, resnet32"):
+        build("resnet20", (3, 32, 32), 10, experts=2)
     with pytest.raises(ValueError, match=r"experts .* at least 1, not 0"):
-        build("resnet32_experts", (3, 32, 32), 10, experts=0)
+        build("resnet32", (3, 32, 32), 10, experts=0)
 
 
 def test_default_models_exist():

@@ -320,9 +320,9 @@ def test_wrong_options_are_refused(options, complaint):
 # ---- identity ----------------------------------------------------------------------------------------------------
 
 GOLDEN = {
-    "per_class": "7593d7382bd5e14d68afe6f76ac8c67df0698864abab38598078279a4c7d1c9b",
-    "per_class_capped": "6e7a85531768a99ab6a6624f6143ee8e92a6135f65ff7546590171bbdb6c3940",
-    "grouped_equal": "516ff93be9c6d57e6ba18dc14c7641797cd4799e6da050c455d3c0dd4f50ddd1",
+    "per_class": "8ee1247a50c6cf8bab8056d30e1056b622cec6d6eb124ca3391a04449b7da513",
+    "per_class_capped": "1ee4d5ebdd4a5b1a3ea9f28df3d9f944f161ac7d73b830917be6597c88cd1bd0",
+    "grouped_equal": "df99094ef9d945cd895cb70ee2465a1b06c1322b72ab79963e7d436cc374c714",
 }
 
 
@@ -382,3 +382,11 @@ def test_a_description_is_plain_json():
     assert sum(told["class_counts"]) == told["train"]
     sizes = sorted(len(rows) for rows in made.train)
     assert told["client_sizes"] == {"min": sizes[0], "median": sizes[3], "max": sizes[6]}
+
+
+def test_no_client_owns_more_classes_by_its_place():
+    labels = np.repeat(np.arange(10), [500, 300, 180, 108, 65, 39, 23, 14, 8, 5])
+    owned = np.zeros(20)
+    for seed in range(60):
+        owned += [len(np.unique(labels[rows])) for rows in per_class(labels, 20, 0.2, seed)]
+    assert abs(owned[-1] - owned[:-1].mean()) < 4 * owned[:-1].std(ddof=1)

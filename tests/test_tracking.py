@@ -35,7 +35,7 @@ class Directory:
         path.mkdir(parents=True)
         (path / "sweep.yaml").write_text("search: {metric: generic/acc}\n")
 
-    def trial(self, name: str, experiment: dict | None = None, **extra) -> Path:
+    def trial(self, name: str, /, experiment: dict | None = None, **extra) -> Path:
         folder = self.path / "trials" / name
         (folder / "artifacts").mkdir(parents=True)
         about = {"id": name, "name": f"fedprox {name}", "params": {}, "tags": {"git": "abc"}, **extra}

@@ -104,8 +104,9 @@ def _shares(sizes: Rows, clients: int, alpha: float, cap: float, rng: np.random.
     for weight, count, size in zip(weights, counts, sizes, strict=True):
         weight[held >= cap] = -math.inf
         edges = np.cumsum(np.exp(weight - weight.max(-1, keepdims=True)), -1)
-        # divided by its own last value, the last edge is exactly 1 and no sample falls to a client of share 0
-        count[...] = edges / edges[:, -1:] * size
+        # Divided by its own last value, the last edge is exactly 1 and no sample falls to a client of share 0; rounded,
+        # for floored edges would hand the last client a sample of nearly every class.
+        count[...] = edges / edges[:, -1:] * size + 0.5
         count[:, 1:] -= count[:, :-1].copy()
         held += count
     return counts.transpose(1, 2, 0)

@@ -8,7 +8,6 @@ from types import MappingProxyType
 import torch
 
 from orchestrator.models.cnn import cnn_ecl, cnn_mupfl, cnn_small
-from orchestrator.models.experts import resnet32_experts
 from orchestrator.models.network import Network, Shape, prepare
 from orchestrator.models.resnet import resnet8, resnet18, resnet20, resnet32, resnet34
 from orchestrator.models.vision import torchvision
@@ -29,13 +28,12 @@ class Model:
 #: Every network by its name.
 MODELS: Mapping[str, Model] = MappingProxyType(
     {
-        "cnn_small": Model(cnn_small, 2),
-        "cnn_ecl": Model(cnn_ecl, 12),
+        "cnn_small": Model(cnn_small, 2, ("experts",)),
+        "cnn_ecl": Model(cnn_ecl, 12, ("experts",)),
         "cnn_mupfl": Model(cnn_mupfl, 16),
         "resnet8": Model(resnet8, 4, ("width",)),
         "resnet20": Model(resnet20, 4, ("width",)),
-        "resnet32": Model(resnet32, 4, ("width",)),
-        "resnet32_experts": Model(resnet32_experts, 4, ("experts",)),
+        "resnet32": Model(resnet32, 4, ("width", "experts")),
         "resnet18": Model(resnet18, 8, ("width",)),
         "resnet34": Model(resnet34, 8, ("width",)),
         "resnet50": Model(resnet50, 32),
@@ -65,7 +63,7 @@ def build(
         near = get_close_matches(name, MODELS, n=1, cutoff=0.0)[0]
         raise ValueError(f"there is no model {name!r}; did you mean {near!r}? Known models: {', '.join(MODELS)}")
     model = MODELS[name]
-    given = {"width": width, "experts": experts}
+    given = {"width": width, "experts": None if experts == 1 else experts}  # any network is one expert
     options = {option: value for option, value in given.items() if value is not None}
     for option, value in options.items():
         if option not in model.options:

@@ -1,37 +1,29 @@
-"""ResNet-32 with several experts on one trunk (RIDE, Wang et al., ICLR 2021; also LDAE's network)."""
+"""Networks of several experts on one trunk, each with a cosine classifier (after Wang et al., ICLR 2021)."""
 
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from orchestrator.models.network import Network, Shape
-from orchestrator.models.resnet import Pad, initialise, pool, resnet, stage, stem
+from orchestrator.models.network import Network
 
-BLOCKS = 5  #: blocks per stage
-TRUNK, MIDDLE, LAST = 16, 24, 48  #: channels of the shared stage 1 and of an expert's stages 2 and 3
+#: Named layers, one after another.
+Layers = OrderedDict[str, nn.Module]
 
 
 class Fork(nn.Module):
-    """A shared trunk and the experts' own stages; the features are theirs side by side."""
+    """A shared trunk and the experts' own layers; the features are theirs side by side."""
 
-    def __init__(self, channels: int, experts: int) -> None:
+    def __init__(self, trunk: Layers, own: Callable[[], Layers], experts: int) -> None:
         super().__init__()
-        self.stem = stem(channels, TRUNK)
-        self.stage1 = stage(TRUNK, TRUNK, BLOCKS, 1, Pad)
-        self.experts = nn.ModuleList(
-            nn.Sequential(
-                OrderedDict[str, nn.Module](
-                    stage2=stage(TRUNK, MIDDLE, BLOCKS, 2, Pad), stage3=stage(MIDDLE, LAST, BLOCKS, 2, Pad), pool=pool()
-                )
-            )
-            for _ in range(experts)
-        )
+        self.trunk = nn.Sequential(trunk)
+        self.experts = nn.ModuleList(nn.Sequential(own()) for _ in range(experts))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features [B, experts * 48], expert 0 first."""
-        h = self.stage1(self.stem(x))
+        """Features [B, experts * dim], expert 0 first."""
+        h = self.trunk(x)
         return torch.cat([expert(h) for expert in self.experts], dim=1)
 
 
@@ -66,19 +58,18 @@ class CosineExperts(nn.Module):
         return logits if each else logits.mean(0)
 
 
-def resnet32_experts(shape: Shape, classes: int, experts: int = 3) -> Network:
-    """RIDE's layout: shared stem and stage 1, narrower stages 2 and 3 per expert; one expert is the plain ResNet-32."""
-    if experts == 1:
-        return resnet(shape, classes, (BLOCKS,) * 3, TRUNK, Pad, experts=(("body.stage2.", "body.stage3.", "head."),))
-    body = Fork(shape[0], experts)
-    initialise(body)
-    stages = tuple(f"body.experts.{i}.stage{s}" for i in range(experts) for s in (2, 3))
+def of_experts(body: Fork, dim: int, classes: int, shared_maps: Sequence[str], own_maps: Sequence[str] = ()) -> Network:
+    """Put the cosine classifiers on a fork whose experts have `dim` features each; maps are named within their part."""
+    experts = range(len(body.experts))
     return Network(
         body,
-        CosineExperts(experts, LAST, classes),
-        dim=experts * LAST,
+        CosineExperts(len(experts), dim, classes),
+        dim=len(experts) * dim,
         last_stage="body.experts.",  # no shorter prefix names the last stage of every expert
         last_block="body.experts.",
-        activations=("body.stage1", *stages),
-        experts=tuple((f"body.experts.{i}.", f"head.experts.{i}.") for i in range(experts)),
+        activations=(
+            *(f"body.trunk.{name}" for name in shared_maps),
+            *(f"body.experts.{i}.{name}" for i in experts for name in own_maps),
+        ),
+        experts=tuple((f"body.experts.{i}.", f"head.experts.{i}.") for i in experts),
     )

@@ -1,11 +1,11 @@
 """Residual networks for small images (He et al., CVPR 2016): a 3x3 stem, no max-pool, global average pooling."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from orchestrator.models.experts import Fork, Layers, of_experts
 from orchestrator.models.network import Network, Shape
 
 #: Makes the way around a block that changes the shape, from input channels, output channels and stride.
@@ -52,7 +52,7 @@ class BasicBlock(nn.Module):
 def stem(channels: int, outputs: int) -> nn.Sequential:
     """Make the first layer, on the image itself."""
     conv = nn.Conv2d(channels, outputs, 3, padding=1, bias=False)
-    return nn.Sequential(OrderedDict[str, nn.Module](conv=conv, bn=nn.BatchNorm2d(outputs), relu=nn.ReLU()))
+    return nn.Sequential(Layers(conv=conv, bn=nn.BatchNorm2d(outputs), relu=nn.ReLU()))
 
 
 def stage(inputs: int, outputs: int, blocks: int, stride: int, shortcut: Shortcut) -> nn.Sequential:
@@ -73,16 +73,9 @@ def initialise(body: nn.Module) -> None:
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
-def resnet(
-    shape: Shape,
-    classes: int,
-    blocks: Sequence[int],
-    width: int,
-    shortcut: Shortcut,
-    experts: tuple[tuple[str, ...], ...] = (),
-) -> Network:
+def resnet(shape: Shape, classes: int, blocks: Sequence[int], width: int, shortcut: Shortcut) -> Network:
     """Make a residual network from its blocks per stage; each stage is twice as wide as the one before."""
-    layers = OrderedDict[str, nn.Module](stem=stem(shape[0], width))
+    layers = Layers(stem=stem(shape[0], width))
     inputs = width
     for i, count in enumerate(blocks):
         layers[f"stage{i + 1}"] = stage(inputs, width << i, count, 2 if i else 1, shortcut)
@@ -98,12 +91,11 @@ def resnet(
         last_stage=last,
         last_block=f"{last}{blocks[-1] - 1}.",
         activations=tuple(f"body.stage{i + 1}" for i in range(len(blocks))),
-        experts=experts,
     )
 
 
 def resnet8(shape: Shape, classes: int, width: int = 64) -> Network:
-    """CReFF's ResNet-8: one block per stage, four times the usual width, projection shortcuts."""
+    """Shang et al.'s ResNet-8 (IJCAI 2022): one block per stage, four times as wide, projection shortcuts."""
     return resnet(shape, classes, (1, 1, 1), width, project)
 
 
@@ -112,9 +104,18 @@ def resnet20(shape: Shape, classes: int, width: int = 16) -> Network:
     return resnet(shape, classes, (3, 3, 3), width, Pad)
 
 
-def resnet32(shape: Shape, classes: int, width: int = 16) -> Network:
-    """He et al.'s ResNet-32 for CIFAR."""
-    return resnet(shape, classes, (5, 5, 5), width, Pad)
+def resnet32(shape: Shape, classes: int, width: int = 16, experts: int = 1) -> Network:
+    """He et al.'s ResNet-32 for CIFAR; several experts share the first stage, and their own two are narrower."""
+    if experts == 1:
+        return resnet(shape, classes, (5, 5, 5), width, Pad)
+    middle, last = width * 3 // 2, width * 3
+
+    def own() -> Layers:
+        return Layers(stage2=stage(width, middle, 5, 2, Pad), stage3=stage(middle, last, 5, 2, Pad), pool=pool())
+
+    body = Fork(Layers(stem=stem(shape[0], width), stage1=stage(width, width, 5, 1, Pad)), own, experts)
+    initialise(body)
+    return of_experts(body, last, classes, ("stage1",), ("stage2", "stage3"))
 
 
 def resnet18(shape: Shape, classes: int, width: int = 64) -> Network:

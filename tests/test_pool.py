@@ -1,0 +1,149 @@
+"""Client actors: where they run, and what happens when they die."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import ray
+from conftest import digits, driver, finish, tiny
+
+from orchestrator.actors import Pool
+from orchestrator.driver import Driver, split_for
+from orchestrator.experiment import InputError
+from orchestrator.resources import Share, concurrency, share
+
+HERE = {"CPU": 4.0, "GPU": 2.0, "node:here": 1.0}
+
+
+def on_ray(experiment, actors, gpu=0.0, cpu=1.0):
+    dataset, parts = digits(), split_for(experiment, digits())
+    pool = Pool(actors, cpu, gpu)
+    pool.load(experiment, ray.put(dataset), parts)
+    return Driver(experiment, dataset, parts, pool), pool
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_a_killed_actor_costs_no_more_than_its_job(ray_cluster, when):
+    experiment = tiny(rounds=8)
+    expected = finish(driver(experiment)).fingerprint()
+    run, pool = on_ray(experiment, 2)
+    try:
+        wait_for(lambda: run.evaluate() and len(pool.where) == 2)
+        while run.round < (2 if when == "early" else 7):
+            run.advance()
+        victim = next(iter(pool.where.values()))["pid"]
+        killer = threading.Timer(0.02, os.kill, (victim, signal.SIGKILL))
+        killer.start()
+        finish(run)
+        killer.join()
+        # A victim that was idle at the end is found dead by the next call.
+        run.evaluate()
+        assert pool.restarts == 1
+        assert run.fingerprint() == expected
+    finally:
+        pool.close()
+
+
+def test_all_actors_killed_more_than_once(ray_cluster):
+    experiment = tiny(rounds=4)
+    expected = finish(driver(experiment)).fingerprint()
+    run, pool = on_ray(experiment, 2)
+    try:
+        for _ in range(2):
+            run.advance()
+            for where in pool.where.values():
+                os.kill(where["pid"], signal.SIGKILL)
+        finish(run)
+        assert pool.restarts >= 2
+        assert run.fingerprint() == expected
+    finally:
+        pool.close()
+
+
+def test_an_actor_that_always_dies_is_given_up(ray_cluster):
+    """A client that takes its process down is named after as many tries as the experiment allows."""
+    run, pool = on_ray(tiny(failures={"retries": 1, "client_timeout_s": 0.001}), 1)
+    try:
+        with pytest.raises(RuntimeError, match=r"clients \[\d+\] lost their actor 2 times in round 0"):
+            finish(run)
+    finally:
+        pool.close()
+
+
+def test_a_client_that_raises_is_named_with_its_round(ray_cluster):
+    run, pool = on_ray(tiny(local={"lr": 1e30, "batch": 16}), 1)
+    try:
+        with pytest.raises(RuntimeError, match=r"client \d+, round 0: 'w.weights' is not finite"):
+            finish(run)
+    finally:
+        pool.close()
+
+
+def test_fractions_of_gpus_are_packed_and_actors_know_their_device(ray_cluster):
+    run, pool = on_ray(tiny(), 4, gpu=0.5, cpu=0.5)
+    try:
+        wait_for(lambda: run.evaluate() and len(pool.where) == 4)
+        devices = [where["gpus"] for where in pool.where.values()]
+        assert all(len(ids) == 1 for ids in devices), "an actor never straddles devices"
+        assert sorted(ids[0] for ids in devices) == ["0", "0", "1", "1"]
+        assert {where["device"] for where in pool.where.values()} == {"cpu"}, "logical GPUs only, here"
+    finally:
+        pool.close()
+
+
+def test_one_pool_serves_one_experiment_after_another(ray_cluster):
+    first, second = tiny(), tiny(seed=1, data={"name": "digits", "clients": 4, "alpha": 0.5})
+    run, pool = on_ray(first, 2)
+    try:
+        assert finish(run).fingerprint() == finish(driver(first)).fingerprint()
+        pids = {where["pid"] for where in pool.where.values()}
+        parts = split_for(second, digits())
+        pool.load(second, ray.put(digits()), parts)
+        again = finish(Driver(second, digits(), parts, pool))
+        assert again.fingerprint() == finish(driver(second)).fingerprint()
+        assert pids & {where["pid"] for where in pool.where.values()}
+    finally:
+        pool.close()
+
+
+# Resources ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_trial_asks_for_a_driver_and_its_actors():
+    asked = Share(actors=2, cpu=1.0, gpu=0.5, driver_gpu=0.0, node="here")
+    assert asked.bundles() == [{"node:here": 0.001}, {"CPU": 1.0, "GPU": 0.5}, {"CPU": 1.0, "GPU": 0.5}]
+
+
+def test_automatic_shares_use_the_machine():
+    single = share(tiny(), [HERE], 1, "here")
+    assert (single.actors, single.gpu) == (3, 0.5)  # no more actors than clients in a round
+    many = share(tiny(), [HERE], 4, "here")
+    assert (many.actors, many.gpu) == (1, 0.5)
+    assert share(tiny(), [{"CPU": 2.0, "node:here": 1.0}], 1, "here").gpu == 0.0
+    assert concurrency([tiny()] * 10, None, [HERE]) == 4
+    assert concurrency([tiny()] * 10, 2, [HERE]) == 2
+    assert concurrency([tiny()], None, [HERE]) == 1
+
+
+def test_one_actor_per_client_if_it_fits():
+    everyone = tiny(cluster={"actors": "per_client", "cpu_per_actor": 0.5})
+    assert share(everyone, [HERE], 1, "here").actors == 6
+    with pytest.raises(InputError, match="6 client actors with 1 CPU and 0 GPU each, but the cluster has 4 CPU"):
+        share(tiny(cluster={"actors": "per_client", "gpu_per_actor": 0}), [HERE], 1, "here")
+
+
+def test_what_can_never_be_had_is_refused():
+    with pytest.raises(InputError, match="1 client actors with 1 CPU and 0.5 GPU each, but the cluster has 2 CPU and 0"):
+        share(tiny(cluster={"actors": 1, "gpu_per_actor": 0.5}), [{"CPU": 2.0, "node:here": 1.0}], 1, "here")
+    # Two machines of two CPUs cannot hold an actor of three.
+    with pytest.raises(InputError, match="3 CPU"):
+        share(tiny(cluster={"actors": 1, "cpu_per_actor": 3}), [HERE | {"CPU": 2.0}, {"CPU": 2.0}], 1, "here")
