@@ -106,7 +106,8 @@ class Fit:
 
     def __getattr__(self, name: str) -> Params:
         try:
-            return self.__dict__["trees"][name]
+            trees: dict[str, Params] = self.__dict__["trees"]
+            return trees[name]
         except KeyError:
             raise AttributeError(f"no tree '{name}' was trained") from None
 
@@ -188,9 +189,7 @@ class Cohort(Protocol):
     def sum_by(self, key: Mapping[int, Hashable], local: Callable[..., Sum], *shared: Any) -> dict[Hashable, Sum]:
         """Run a client method on the clients that have a key, and add up by key."""
 
-    def map(
-        self, local: Callable[..., Any], *shared: Any, each: Mapping[int, Any] | None = None
-    ) -> dict[int, Any]:
+    def map(self, local: Callable[..., Any], *shared: Any, each: Mapping[int, Any] | None = None) -> dict[int, Any]:
         """Run a client method on every client and return each one's value; `each` adds an argument per client."""
 
     def only(self, ids: Sequence[int]) -> Cohort:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 
 import numpy as np
@@ -66,6 +66,11 @@ def class_gradients(client: Client, w: Model, batch: int = 32, repeats: int = 10
 def weighted(n: int, w: Params, z: dict[int, Tensor]) -> Sum:
     """Return what is added up over clients: n_i w_i, and of each class the gradients and how many sent one."""
     return Sum(n=n, w=n * w, z=z, senders=dict.fromkeys(z, 1))
+
+
+def fold(sums: Iterable[Sum]) -> Sum:
+    """Add up in float64 what single clients sent."""
+    return reduce(operator.add, sums).widen()
 
 
 def mismatch(zhat: tuple[Tensor, Tensor], z: Tensor) -> Tensor:
@@ -199,8 +204,6 @@ def clusters(similarity: Tensor, kappa_min: int, kappa_max: int, seed: int) -> l
 
 def cluster_means(cluster: Sequence[int], delta: Sequence[Params]) -> list[Params]:
     """Return for each client the mean update of its cluster, in float64 (eq. 14)."""
-    means = {}
-    for c in set(cluster):
-        members = [d.to(torch.float64) for d, own in zip(delta, cluster, strict=True) if own == c]
-        means[c] = reduce(operator.add, members) / len(members)
-    return [means[c] for c in cluster]
+    members = {c: [d for d, own in zip(delta, cluster, strict=True) if own == c] for c in set(cluster)}
+    total = {c: fold(Sum(d=d) for d in own) for c, own in members.items()}
+    return [total[c].d / len(members[c]) for c in cluster]

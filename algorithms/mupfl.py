@@ -7,9 +7,8 @@ tunes a classifier of its own (PKCF, eqs. 16-21). A model is w = (u, v): the ext
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -77,7 +76,7 @@ class MuPFL(FedAvg):
             w_tilde = self.interface(w, sent, seed=int(clients.rng.integers(2**31)))
             if self.eval_model == "cluster":
                 clients.only(list(sent)).map(self.receive, each=w_tilde)
-            total = reduce(operator.add, (ff.weighted(up["n"], w_tilde[i], up["z"]) for i, up in sent.items()))
+            total = ff.fold(ff.weighted(up["n"], w_tilde[i], up["z"]) for i, up in sent.items())
         else:
             total = clients.sum(self.summed, w, h)
         server.model = total.w / total.n  # eq. 15

@@ -135,7 +135,8 @@ class Params(Mapping[str, Tensor]):
 
     def norm(self) -> Tensor:
         """Euclidean norm of the weights."""
-        return torch.linalg.vector_norm(self.flat)
+        norm: Tensor = torch.linalg.vector_norm(self.flat)
+        return norm
 
     def zeros(self) -> Params:
         """Return the zero vector of the same layout."""
@@ -164,8 +165,10 @@ class Params(Mapping[str, Tensor]):
     __hash__ = None  # type: ignore[assignment]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Params) and self.layout == other.layout and all(
-            torch.equal(a, b) for a, b in ((self.flat, other.flat), (self.buffers, other.buffers))
+        return (
+            isinstance(other, Params)
+            and self.layout == other.layout
+            and all(torch.equal(a, b) for a, b in ((self.flat, other.flat), (self.buffers, other.buffers)))
         )
 
 

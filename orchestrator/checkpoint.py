@@ -208,7 +208,7 @@ class RunDirectory:
             raise CheckpointError(f"{path} is missing or not a plain file; remove the trial's directory to run it anew")
         content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != self._hashes.get(name):
-            raise CheckpointError(f"{path} is damaged (its sha256 differs); remove the trial's directory to run it anew")
+            raise CheckpointError(f"{path} is damaged: its sha256 differs; remove the trial's directory to run it anew")
         try:
             header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
             return decode(json.loads(header["__metadata__"]["tree"]), load_tensors(content))

@@ -304,8 +304,9 @@ class Worker:
         columns = (left + torch.where(mirror, across.flip(1), across)).to(x.device)
         padded = (-self.mean / self.std).expand(b, -1, h + 8, w + 8).clone()
         padded[:, :, 4:-4, 4:-4] = x
-        picked = padded.permute(0, 2, 3, 1)[torch.arange(b, device=x.device)[:, None, None], rows[:, :, None],
-                                            columns[:, None, :]]
+        picked = padded.permute(0, 2, 3, 1)[
+            torch.arange(b, device=x.device)[:, None, None], rows[:, :, None], columns[:, None, :]
+        ]
         return picked.permute(0, 3, 1, 2).contiguous()
 
     # Jobs ----------------------------------------------------------------------------------------------------------
@@ -329,8 +330,12 @@ class Worker:
     def do(self, job: Job, shared: tuple[Any, ...], origin: Params) -> Result:
         """Do a job: a pure function of its arguments, on any machine and in any order."""
         result = Result()
-        task = {"run": self._run, "predict": partial(evaluate.predict, self), "count": partial(evaluate.count, self)}
-        task[job.task](job, place(shared, self.device), place(origin, self.device), result)
+        tasks: dict[str, Callable[..., None]] = {
+            "run": self._run,
+            "predict": partial(evaluate.predict, self),
+            "count": partial(evaluate.count, self),
+        }
+        tasks[job.task](job, place(shared, self.device), place(origin, self.device), result)
         return result
 
     def _run(self, job: Job, shared: tuple[Any, ...], origin: Params, result: Result) -> None:

@@ -137,6 +137,7 @@ class Driver:
         self.directory = None if directory is None else RunDirectory(directory)
         self.history: list[dict[str, Any]] = []
         self.round = 0
+        self.server = State({})
         self.proxy: torch.Tensor | None = None  # the class prior that an algorithm has left in its field `prior`
         self._saved, self._write_s, self._changed = time.monotonic(), 0.0, set[int]()
         if not self._resume():

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from orchestrator.data import Split
 
 if TYPE_CHECKING:
+    from algorithms.base import Predictor
     from algorithms.params import Params
-    from orchestrator.client import Job, Result, Worker
+    from orchestrator.client import Client, Job, Result, Worker
 
 BLOCK = 512  #: test images per forward pass
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
@@ -71,9 +73,10 @@ def predict(worker: Worker, job: Job, view: tuple[Any, ...], origin: Params, res
 
 def count(worker: Worker, job: Job, view: tuple[Any, ...], origin: Params, result: Result) -> None:
     """Count each client's hits with its own model, or with the given logits where all share one model."""
-    shared = view[0] if job.method == "shared" else None
+    shared: Tensor | None = view[0] if job.method == "shared" else None
     classes = worker.counts.shape[1]
-    clients, models = [], {}
+    clients: list[tuple[Client, Tensor, IntArray]] = []
+    models: dict[int, Predictor | None] = {}
     for id in job.ids:
         client = worker.client(id, job.part, job.memory, origin, 0)
         clients.append((client, (worker.counts[id] > 0), worker.tests.position[worker.split.test[id]]))
@@ -83,11 +86,11 @@ def count(worker: Worker, job: Job, view: tuple[Any, ...], origin: Params, resul
         holders = [entry for entry in clients if entry[1][c]]
         if not holders:
             continue
-        x = worker.images(worker.x_test, worker.tests.order[start:stop]) if shared is None else None
+        x = worker.images(worker.x_test, worker.tests.order[start : stop if shared is None else start])
         with worker.predicting():
             for client, owned, local in holders:
                 model = models[client.id]
-                logits = model(x) if model is not None else shared[start:stop]  # type: ignore[index]
+                logits = model(x) if model is not None else view[0][start:stop]
                 hit = logits.argmax(1) == c
                 inside = torch.as_tensor(local[(local >= start) & (local < stop)] - start, device=hit.device)
                 hits = result.values[client.id]
@@ -97,7 +100,9 @@ def count(worker: Worker, job: Job, view: tuple[Any, ...], origin: Params, resul
     for client, _, _ in clients:
         rows = worker.split.validation[client.id]
         model = models[client.id] or (worker.parts[job.part].generic(client, *view[1:]) if len(rows) else None)
-        for part in np.split(rows, range(BLOCK, len(rows), BLOCK)) if model else ():
+        for part in np.split(rows, range(BLOCK, len(rows), BLOCK)):
+            if model is None:
+                break
             with worker.predicting():
                 y = worker.y_train[part].to(worker.device)
                 right = y[model(worker.images(worker.x_train, part)).argmax(1) == y]
@@ -131,9 +136,10 @@ def _mean(values: Iterable[float]) -> float | None:
     return float(sum(there) / len(there)) if there else None
 
 
-def _rates(hits: Array, totals: Array) -> Array:
+def _rates(hits: Any, totals: Any) -> Array:
     """Return hits / totals where there is something to hit, NaN elsewhere."""
-    return np.divide(hits, totals, out=np.full(np.shape(hits), np.nan), where=totals > 0)
+    rates: Array = np.divide(hits, totals, out=np.full(np.shape(hits), np.nan), where=np.asarray(totals) > 0)
+    return rates
 
 
 class Scores:

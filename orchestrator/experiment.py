@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import types
-import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -18,7 +13,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    TypeAdapter,
     ValidationError,
     ValidationInfo,
     WrapValidator,
@@ -26,12 +20,27 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 import algorithms
 from algorithms.base import Chain
 from algorithms.losses import LOSSES, Loss
 from algorithms.priors import PRIORS
+from orchestrator.fields import (
+    Complaint,
+    Count,
+    Named,
+    NotNegative,
+    Number,
+    Positive,
+    Whole,
+    complaints,
+    either,
+    gpu_share,
+    listed,
+    read_chain,
+    read_loss,
+    some,
+)
 from orchestrator.yaml_file import Document, InputError, Keys, dotted, emit, load, parse, short, told
 
 __all__ = [
@@ -48,216 +57,6 @@ __all__ = [
 ]
 __all__ += ["Schedule", "Search", "Sweep", "complaints", "dump", "dump_sweep", "listed", "problems", "read"]
 __all__ += ["read_experiment", "shown"]
-
-LONGEST = 50  #: algorithms in a chain
-Named = tuple[str, dict[str, Any]]  # of an algorithm or a loss: its name and all its hyperparameters
-
-
-# What is wrong, and where -------------------------------------------------------------------------------------------
-
-
-class Complaint(NamedTuple):
-    """One mistake: its path, what is wrong and what would be right, and whether the key itself is the mistake."""
-
-    path: Keys
-    text: str
-    key: bool = False
-
-
-_WANTED = {
-    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "a whole number"),
-    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
-    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
-    **dict.fromkeys(("tuple_type", "list_type"), "a list"),
-    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "a mapping of keys to values"),
-    "finite_number": "a finite number",
-    "string_type": "text",
-    "greater_than": "> {gt:g}",
-    "greater_than_equal": ">= {ge:g}",
-    "less_than": "< {lt:g}",
-    "less_than_equal": "<= {le:g}",
-    "literal_error": "{expected}",
-    "wanted": "{wanted}",
-}
-
-
-def _unknown(key: str, known: Iterable[str]) -> str:
-    known = list(known)
-    return f"unknown key '{key}'; {algorithms.nearest(key, known) if known else 'there are none to set here'}"
-
-
-def complaints(error: ValidationError, model: type[BaseModel] | None = None) -> list[Complaint]:
-    """Translate what pydantic found."""
-    found: list[Complaint] = []
-    for each in error.errors(include_url=False):
-        path, kind, context = each["loc"], each["type"], each.get("ctx", {})
-        if kind == "within":
-            found += [inner._replace(path=(*path, *inner.path)) for inner in context["complaints"]]
-        elif kind == "extra_forbidden":
-            found.append(Complaint(path, _unknown(str(path[-1]), _fields(model, path[:-1])), True))
-        elif kind in _WANTED:
-            wanted = _WANTED[kind].format(**context)
-            found.append(Complaint(path, f"must be {wanted}, not {short(each['input'])}"))
-        else:
-            found.append(Complaint(path, str(context.get("error", each["msg"]))))
-    return found
-
-
-def _fields(model: type[BaseModel] | None, path: Keys) -> list[str]:
-    for key in path:
-        hint = model.model_fields[str(key)].annotation if model else None
-        inside = [hint, *typing.get_args(hint)]
-        model = next((t for t in inside if isinstance(t, type) and issubclass(t, BaseModel)), None)
-    return list(model.model_fields) if model else []
-
-
-def _within(found: Sequence[Complaint]) -> PydanticCustomError:
-    text = "; ".join(f"{dotted(c.path)}: {c.text}" if c.path else c.text for c in found)
-    return PydanticCustomError("within", "{text}", {"text": text, "complaints": list(found)})
-
-
-def _wanted(what: str) -> PydanticCustomError:
-    return PydanticCustomError("wanted", "must be {wanted}", {"wanted": what})
-
-
-# Types of values ----------------------------------------------------------------------------------------------------
-
-
-def _no_truth(value: Any) -> Any:
-    if isinstance(value, bool):  # which is a number to Python, but not to a reader
-        raise _wanted("a number")
-    return value
-
-
-def _either(value: Any, alternatives: Any) -> Any:
-    try:
-        return alternatives(value)
-    except ValidationError as error:
-        kinds = [(_WANTED.get(each["type"], each["msg"]), each.get("ctx", {})) for each in error.errors()]
-        raise _wanted(" or ".join(dict.fromkeys(text.format(**context) for text, context in kinds))) from None
-
-
-Whole = Annotated[int, BeforeValidator(_no_truth)]
-Count = Annotated[Whole, Field(ge=1)]
-Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_no_truth)]
-Positive = Annotated[Number, Field(gt=0)]
-NotNegative = Annotated[Number, Field(ge=0)]
-
-
-def _typed(hint: Any, bounds: Mapping[str, Any]) -> Any:
-    """Put bounds and strictness on the numbers in a hyperparameter's type."""
-    if hint in (int, float):
-        return Annotated[Whole if hint is int else Number, Field(**bounds)]
-    inside = tuple(_typed(each, bounds) for each in typing.get_args(hint))
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return Annotated[typing.Union[inside], WrapValidator(_either)]  # noqa: UP007
-    return types.GenericAlias(tuple, inside) if typing.get_origin(hint) is tuple else hint
-
-
-@cache
-def _adapters(kind: Any) -> dict[str, TypeAdapter[Any]]:
-    hints = typing.get_type_hints(kind)
-    return {f.name: TypeAdapter(_typed(hints[f.name], f.metadata)) for f in dataclasses.fields(kind)}
-
-
-def _knobs(kind: Any, given: Any) -> dict[str, Any]:
-    """Return all hyperparameters of an algorithm or a loss of which some are given."""
-    if not isinstance(given, Mapping):
-        raise _within([Complaint((), f"must be a mapping of hyperparameters, not {short(given)}")])
-    adapters, values, found = _adapters(kind), dict[str, Any](), list[Complaint]()
-    for key, value in given.items():
-        try:
-            values[key] = adapters[key].validate_python(value)
-        except KeyError:
-            found.append(Complaint((key,), _unknown(str(key), adapters), True))
-        except ValidationError as error:
-            found += [each._replace(path=(key, *each.path)) for each in complaints(error)]
-    if found:
-        raise _within(found)
-    try:
-        made = kind(**values)
-    except ValueError as error:
-        raise _within([Complaint((), str(error))]) from None
-    return {name: getattr(made, name) for name in adapters}
-
-
-def _loss(value: Any) -> Any:
-    if isinstance(value, str):
-        value = {value: {}}
-    if not isinstance(value, Mapping) or len(value) != 1:
-        raise _wanted("one loss: a name, or {name: {hyperparameter: value}}")
-    ((name, given),) = value.items()
-    if name not in LOSSES:
-        raise _within([Complaint((), f"there is no loss '{name}'; {algorithms.nearest(str(name), LOSSES)}")])
-    try:
-        return name, _knobs(LOSSES[name], {} if given is None else given)
-    except PydanticCustomError as error:
-        raise _inside((name,), error) from None
-
-
-def _inside(path: Keys, error: PydanticCustomError) -> PydanticCustomError:
-    found: list[Complaint] = (error.context or {})["complaints"]
-    return _within([each._replace(path=(*path, *each.path)) for each in found])
-
-
-def listed(value: Any) -> Any:
-    """Spell out the short forms of a chain: a name, one mapping, names among mappings, no hyperparameters."""
-    if isinstance(value, str) or (isinstance(value, Mapping) and len(value) == 1):
-        value = [value]
-    if not isinstance(value, list | tuple):
-        return value
-    entries = [{entry: {}} if isinstance(entry, str) else entry for entry in value]
-    return [{k: {} if v is None else v for k, v in e.items()} if isinstance(e, Mapping) else e for e in entries]
-
-
-def _chain(value: Any) -> Any:
-    entries = listed(value)
-    if not isinstance(entries, list) or not entries:
-        raise _wanted("an algorithm's name or a list of {name: {hyperparameter: value}}")
-    if len(entries) > LONGEST:
-        raise _within([Complaint((), f"{len(entries)} algorithms in a chain; at most {LONGEST} are possible")])
-    chain, found = list[Named](), list[Complaint]()
-    for i, entry in enumerate(entries):
-        if not isinstance(entry, Mapping) or len(entry) != 1:
-            found.append(Complaint((i,), f"must be one {{name: {{hyperparameter: value}}}}, not {short(entry)}"))
-            continue
-        ((name, given),) = entry.items()
-        try:
-            kind = algorithms.find(str(name))
-        except ValueError as error:
-            found.append(Complaint((i, name), str(error), True))
-            continue
-        if kind.after and not chain:
-            chain.append((kind.after, _knobs(algorithms.find(kind.after), {})))
-        try:
-            chain.append((str(name), _knobs(kind, given)))
-        except PydanticCustomError as error:
-            found += (_inside((i, name), error).context or {})["complaints"]
-    if found:
-        raise _within(found)
-    return tuple(chain)
-
-
-def _some(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not values:
-        raise _wanted("a list of at least one")
-    return values
-
-
-def _gpu_share(value: float | str) -> float | str:
-    if isinstance(value, str) or value == 0:
-        return value
-    if value > 1:
-        if value != int(value):
-            raise ValueError(f"must be a whole number above 1, not {value:g}; choose {int(value)} or {int(value) + 1}")
-    elif 1 - (fit := math.floor(1 / value + 1e-9)) * value > 0.011:  # 0.33 is as good as a third
-        good = [math.floor(1e4 / k) / 1e4 for k in (fit + 1, fit)]
-        raise ValueError(
-            f"must be a share 1/k of a GPU, not {value:g}, which leaves {1 - fit * value:.0%} of each GPU unused; "
-            f"choose {good[0]:g} or {good[1]:g}"
-        )
-    return value
-
 
 # The parts ----------------------------------------------------------------------------------------------------------
 
@@ -344,7 +143,7 @@ class Local(Part):
     batch: Count = 32
     epochs: Count = 1
     schedule: Schedule | None = None
-    loss: Annotated[Named, BeforeValidator(_loss)] = Field(default="ce", validate_default=True)
+    loss: Annotated[Named, BeforeValidator(read_loss)] = Field(default="ce", validate_default=True)
     prior: str = Field(default="none", validate_default=True)
     augment: Literal["auto", "none", "crop_flip"] = "auto"
 
@@ -376,7 +175,7 @@ class Evaluate(Part):
     """When the models are tested, and which; they always are at the end of a phase."""
 
     every: Count = 5
-    what: Annotated[tuple[Literal["generic", "personal"], ...], AfterValidator(_some)] = ("generic", "personal")
+    what: Annotated[tuple[Literal["generic", "personal"], ...], AfterValidator(some)] = ("generic", "personal")
 
 
 class Failures(Part):
@@ -391,8 +190,8 @@ class Failures(Part):
 class Cluster(Part):
     """Where the clients run."""
 
-    actors: Annotated[Count | Literal["auto", "per_client"], WrapValidator(_either)] = "auto"
-    gpu_per_actor: Annotated[NotNegative | Literal["auto"], WrapValidator(_either), AfterValidator(_gpu_share)] = "auto"
+    actors: Annotated[Count | Literal["auto", "per_client"], WrapValidator(either)] = "auto"
+    gpu_per_actor: Annotated[NotNegative | Literal["auto"], WrapValidator(either), AfterValidator(gpu_share)] = "auto"
     cpu_per_actor: Positive = 1.0
     threads: Count = 1
     driver_gpu: NotNegative = 0.0
@@ -403,7 +202,7 @@ class Experiment(Part):
 
     data: Data = Data()
     model: Model = Field(default=None, validate_default=True)
-    algorithm: Annotated[tuple[Named, ...], BeforeValidator(_chain)] = Field(
+    algorithm: Annotated[tuple[Named, ...], BeforeValidator(read_chain)] = Field(
         default=algorithms.DEFAULT, validate_default=True
     )
     local: Local = Local()

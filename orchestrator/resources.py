@@ -24,7 +24,8 @@ class Share:
     def bundles(self) -> list[dict[str, float]]:
         """Return the driver's bundle and one for each client actor."""
         driver = {f"node:{self.node}": 0.001, "GPU": self.driver_gpu}
-        return [{k: v for k, v in b.items() if v} for b in (driver, *[{"CPU": self.cpu, "GPU": self.gpu}] * self.actors)]
+        actor = {"CPU": self.cpu, "GPU": self.gpu}
+        return [{k: v for k, v in bundle.items() if v} for bundle in (driver, *[actor] * self.actors)]
 
 
 def concurrency(experiments: Sequence[Experiment], wanted: int | None, nodes: Nodes) -> int:
@@ -51,14 +52,13 @@ def share(experiment: Experiment, nodes: Nodes, concurrent: int, node: str) -> S
         gpu = 1 / math.ceil(actors * concurrent / gpus) if gpus else 0.0
     wanted = Share(actors, cluster.cpu_per_actor, gpu, cluster.driver_gpu, node)
     if not _fits(wanted.bundles(), nodes):
-        raise InputError(
-            [
-                f"cluster: one trial asks for {actors} client actors with {wanted.cpu:g} CPU and {gpu:g} GPU each"
-                + (f" and {wanted.driver_gpu:g} GPU for its driver" if wanted.driver_gpu else "")
-                + f", but the cluster has {cpus:g} CPU and {gpus:g} GPU on {len(nodes)} machine(s); lower cluster.actors"
-                " (one actor serves many clients), cluster.cpu_per_actor or cluster.gpu_per_actor"
-            ]
+        driver = f" and {wanted.driver_gpu:g} GPU for its driver" if wanted.driver_gpu else ""
+        text = (
+            f"cluster: one trial asks for {actors} client actors with {wanted.cpu:g} CPU and {gpu:g} GPU each{driver}, "
+            f"but the cluster has {cpus:g} CPU and {gpus:g} GPU on {len(nodes)} machine(s); lower cluster.actors (one "
+            "actor serves many clients), cluster.cpu_per_actor or cluster.gpu_per_actor"
         )
+        raise InputError([text])
     return wanted
 
 

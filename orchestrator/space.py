@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
+from algorithms.losses import LOSSES
 from orchestrator.experiment import Complaint, Experiment, Sweep, complaints, problems, shown
 from orchestrator.yaml_file import InputError, Keys, Open, dotted, short, told
 
@@ -53,6 +54,17 @@ def _filled(node: Any, chosen: Mapping[Keys, Any], path: Keys = ()) -> Any:
     return [_filled(inner, chosen, (*path, i)) for i, inner in enumerate(node)] if isinstance(node, list) else node
 
 
+def _tree(sweep: Sweep, chosen: dict[Keys, Any]) -> Any:
+    """Fill in the leaves; in a grid of losses and priors, the prior of a loss that uses none is none."""
+    tree, open_prior = _filled(sweep.experiment, chosen), ("local", "prior")
+    if open_prior in chosen:
+        loss = tree["local"].get("loss", "")
+        kind = LOSSES.get(loss if isinstance(loss, str) else next(iter(loss), ""))
+        if kind is not None and not kind.uses_prior:
+            chosen[open_prior] = tree["local"]["prior"] = "none"
+    return tree
+
+
 # Checking -----------------------------------------------------------------------------------------------------------
 
 
@@ -60,13 +72,13 @@ def check(sweep: Sweep) -> None:
     """Validate every candidate of every open leaf, each beside the first candidates of the others."""
     opened = dict(_leaves(sweep.experiment, ()))
     first = {path: _candidates(leaf)[0] for path, leaf in opened.items()}
-    tree = _filled(sweep.experiment, first)
+    tree = _tree(sweep, dict(first))
     everywhere = problems(tree)
     messages = [_message(sweep, each, tree, opened, first, None) for each in everywhere]
     for path, leaf in opened.items():
         for value in _candidates(leaf)[1:]:
             chosen = first | {path: value}
-            tree = _filled(sweep.experiment, chosen)
+            tree = _tree(sweep, chosen)
             new = [each for each in problems(tree) if each not in everywhere]
             messages += [_message(sweep, each, tree, opened, chosen, path) for each in new]
     if messages:
@@ -129,8 +141,8 @@ def trials(sweep: Sweep, seed: int = 0) -> list[Trial]:
     return list(found.values())
 
 
-def _experiment(sweep: Sweep, chosen: Mapping[Keys, Any]) -> Experiment:
-    tree = _filled(sweep.experiment, chosen)
+def _experiment(sweep: Sweep, chosen: dict[Keys, Any]) -> Experiment:
+    tree = _tree(sweep, chosen)
     try:
         return Experiment.model_validate(tree)
     except ValidationError as error:

@@ -96,7 +96,8 @@ def table(summary: Mapping[str, Any]) -> Table:
 def markdown(summary: Mapping[str, Any], metrics: Sequence[str] = HEADLINE) -> str:
     """Return the trials as a Markdown table, for notes."""
     rows = [["trial", "name", "status", *metrics]]
-    rows += [[t["id"], t["name"], t["status"], *(_number(t["last"].get(m)) for m in metrics)] for t in summary["trials"]]
+    for trial in summary["trials"]:
+        rows.append([trial["id"], trial["name"], trial["status"], *(_number(trial["last"].get(m)) for m in metrics)])
     head, *body = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
 

@@ -21,6 +21,7 @@ from orchestrator.checkpoint import set_status, status_of
 from orchestrator.data import Dataset
 from orchestrator.experiment import Search
 from orchestrator.resources import concurrency, share
+from orchestrator.signals import interruptible, listen
 from orchestrator.space import Trial as Point
 from orchestrator.tracking import Mirror
 from orchestrator.trial import Trial
@@ -53,7 +54,7 @@ def run_sweep(
             lambda config: tune.PlacementGroupFactory(shares[config["trial"]].bundles(), strategy="SPREAD"),
         )
         rounds = {p.id: (p.name, _rounds(p)) for p in points}
-        with View(folder, rounds, console, options.quiet) as view:
+        with View(folder, rounds, console, options.quiet) as view, interruptible():
             tune.Tuner(
                 trainable,
                 param_space={"trial": tune.grid_search([p.id for p in left])},
@@ -141,6 +142,7 @@ def _cluster(options: argparse.Namespace, console: Console) -> Iterator[None]:
             _temp_dir=temporary,
             **common,
         )
+    listen()
     try:
         if not options.quiet:
             console.print(_machine(), highlight=False)

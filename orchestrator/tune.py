@@ -6,28 +6,12 @@ import argparse
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
 from typing import Any
-
-# Nothing phones home, and Tune neither moves us to another directory nor writes what we write ourselves;
-# whoever wants otherwise sets these before.
-for _name, _value in {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    "RAY_AIR_NEW_OUTPUT": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",
-    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
-}.items():
-    os.environ.setdefault(_name, _value)
 
 import torch
 from rich.console import Console
@@ -41,17 +25,21 @@ from orchestrator.data import DataError, Dataset, load
 from orchestrator.driver import data_key, split_for
 from orchestrator.experiment import InputError, Search, Sweep, dump, dump_sweep, read
 from orchestrator.resources import concurrency, share
+from orchestrator.signals import Interrupted, listen
 from orchestrator.space import Trial as Point
 from orchestrator.space import trials as expand
 
+#: Nothing phones home, Tune neither moves us to another directory nor writes what we write ourselves, and it leaves
+#: the signals to us; whoever wants otherwise sets these before.
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+}
 NAME = re.compile(r"[\w][\w.+-]{0,99}")
-
-
-class Interrupted(BaseException):
-    """A signal asked us to stop."""
-
-    def __init__(self, signum: int) -> None:
-        self.code = 128 + signum
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -65,7 +53,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--name", help="name of the run's directory (default: the file's name)")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="where directories are made (default: runs)")
     parser.add_argument("--resume", action="store_true", help="continue what was interrupted")
-    parser.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help="a running Ray cluster (default: none)")
+    address = os.environ.get("RAY_ADDRESS")
+    parser.add_argument("--address", default=address, help="a running Ray cluster (default: start one here)")
     parser.add_argument("--num-cpus", type=float, help="CPUs to use on this machine")
     parser.add_argument("--num-gpus", type=float, help="GPUs to use on this machine")
     parser.add_argument("--tracking-uri", help="an MLflow server (default: sqlite inside --out)")
@@ -77,6 +66,8 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     options = arguments().parse_args(argv)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
         return run(options, console)
@@ -95,34 +86,37 @@ def run(options: argparse.Namespace, console: Console) -> int:
         _show(points, sweep.search, options, console)
         return 0
     out = options.out.resolve()
-    with _signals():
-        _write(folder, sweep, points, datasets)
-        uri = options.tracking_uri or tracking.default_uri(out)
-        stem = options.file.stem if options.file else "quickstart"
-        mirror = tracking.Mirror(uri, folder, experiment=stem, tags=_environment())
-        mirror.start()
-        status = "FAILED"
-        try:
-            from orchestrator.sweep import run_sweep  # Ray is imported only once all is known to be good
+    listen()
+    _write(folder, sweep, points, datasets)
+    uri = options.tracking_uri or tracking.default_uri(out)
+    stem = options.file.stem if options.file else "quickstart"
+    mirror = tracking.Mirror(uri, folder, experiment=stem, tags=_environment())
+    mirror.start()
+    status = "FAILED"
+    try:
+        from orchestrator.sweep import run_sweep  # Ray is imported only once all is known to be good
 
-            run_sweep(folder, points, sweep.search, datasets, mirror, options, console)
-            status = "FINISHED"
-        except Interrupted:
-            status = "KILLED"
-            raise
-        finally:
-            # The second signal ends us at once; the first still leaves everything in order.
-            _settle(folder, status, mirror)
-            found = results.write_summary(folder, sweep.search, {p.id: mirror.run_id(p.id) for p in points})
-            best = results.best_trial(found)
-            owed = mirror.close(
-                "FINISHED" if status == "FINISHED" and _all_well(found) else "FAILED" if status == "FINISHED" else status,
-                summary=folder / "summary.json",
-                note=_note(found, options),
-                metrics={} if best is None else {f"best/{k}": v for k, v in best["last"].items() if "/acc" in k},
-                timeout=30.0 if status == "FINISHED" else 8.0,
-            )
-            _tell(found, best, folder, uri, owed, mirror, console)
+        run_sweep(folder, points, sweep.search, datasets, mirror, options, console)
+        status = "FINISHED"
+    except Interrupted:
+        status = "KILLED"
+        raise
+    finally:
+        # The second signal ends us at once; the first still leaves everything in order.
+        _settle(folder, status, mirror)
+        found = results.write_summary(folder, sweep.search, {p.id: mirror.run_id(p.id) for p in points})
+        best = results.best_trial(found)
+        owed = mirror.close(
+            status if status != "FINISHED" or _all_well(found) else "FAILED",
+            summary=folder / "summary.json",
+            note=_note(found, options),
+            metrics={} if best is None else {f"best/{k}": v for k, v in best["last"].items() if "/acc" in k},
+            timeout=30.0 if status == "FINISHED" else 8.0,
+        )
+        _tell(found, best, folder, uri, owed, mirror, console)
+        if status != "FINISHED":
+            again = f"{sys.executable} -m orchestrator.tune --resume --name {folder.name} --out {out}"
+            console.print(f"to continue, type:\n  {again}", markup=False, highlight=False, soft_wrap=True)
     return 0 if _all_well(found) else 1
 
 
@@ -172,7 +166,7 @@ def _newest(out: Path, stem: str) -> str:
 
 
 def _check(points: Sequence[Point]) -> dict[str, Dataset]:
-    """Load every data set, cut every partition and build every network once, so that mistakes show before Ray starts."""
+    """Load all data, cut all partitions and build all networks once, so that mistakes show before Ray starts."""
     datasets: dict[str, Dataset] = {}
     seen = set()
     for point in points:
@@ -233,23 +227,7 @@ def _write(folder: Path, sweep: Sweep, points: Sequence[Point], datasets: Mappin
     write(folder / "sweep.yaml", dump_sweep(sweep).encode())
 
 
-# Signals and the end ------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _signals() -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into an orderly end; a second one ends us at once."""
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        signal.signal(signum, signal.SIG_DFL)
-        raise Interrupted(signum)
-
-    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+# The end ------------------------------------------------------------------------------------------------
 
 
 def _settle(folder: Path, status: str, mirror: tracking.Mirror) -> None:
@@ -269,9 +247,11 @@ def _environment() -> dict[str, str]:
     tags = {f"version.{name}": version(name) for name in ("torch", "ray", "mlflow", "numpy", "fedtail")}
     git = shutil.which("git")
     if git:
-        here = Path(__file__).parent
-        revision = subprocess.run([git, "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        changed = subprocess.run([git, "-C", here, "status", "--porcelain"], capture_output=True, text=True, check=False)
+        ask = [git, "-C", str(Path(__file__).parent)]
+        revision, changed = (
+            subprocess.run([*ask, *words], capture_output=True, text=True, check=False)
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+        )
         if revision.returncode == 0:
             tags["git.revision"] = revision.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
     return tags
@@ -298,24 +278,23 @@ def _tell(
     for trial in found["trials"]:
         if trial["status"] == "FAILED":
             reason = (trial["error"] or "unknown").splitlines()[0]
-            console.print(f"trial {trial['id']} failed: {reason}", markup=False, highlight=False)
-            console.print(f"  the traceback is in {folder}/trials/{trial['id']}/status.json", highlight=False)
+            where = f"{folder}/trials/{trial['id']}/status.json"
+            text = f"trial {trial['id']} failed: {reason}\n  the traceback is in {where}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
     if best is not None:
         goal = "highest" if found["mode"] == "max" else "lowest"
         value = best["last"][found["metric"]]
-        console.print(
-            f"best: trial {best['id']} ({best['name']}), with the {goal} {found['metric']} in the last round: {value:.4f}",
-            markup=False, highlight=False,
-        )  # fmt: skip
+        text = f"best: trial {best['id']} ({best['name']}): {goal} {found['metric']} in the last round, {value:.4f}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(f"results: {folder}", highlight=False)
     if owed:
-        console.print(
-            f"MLflow could not be reached ({mirror.last_error}); {owed} line(s) wait in the directory. Later, type:\n"
-            f"  {sys.executable} -m orchestrator.tracking sync {folder} --tracking-uri {uri}",
-            markup=False, highlight=False,
-        )  # fmt: skip
+        text = (
+            f"MLflow could not be reached ({mirror.last_error}); {owed} lines and endings wait in the directory. "
+            f"Later, type:\n  {sys.executable} -m orchestrator.tracking sync {folder} --tracking-uri {uri}"
+        )
     else:
-        console.print(f"to browse them, type:\n  {tracking.ui_command(uri)}", markup=False, highlight=False)
+        text = f"to browse them, type:\n  {tracking.ui_command(uri)}"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -93,10 +93,8 @@ class View:
         row = self.rows[id]
         scores = "  ".join(f"{k} {v:.4f}" for k, v in row.scores.items())
         text = status or f"{row.phase}  {scores}"
-        self.console.print(
-            f"{self._clock():>6}  {id}  {row.name}  round {row.round}/{row.rounds}  {text}", highlight=False, markup=False,
-            soft_wrap=True,
-        )  # fmt: skip
+        line = f"{self._clock():>6}  {id}  {row.name}  round {row.round}/{row.rounds}  {text}"
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _clock(self) -> str:
         return f"{time.monotonic() - self.began:.0f} s"

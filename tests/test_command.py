@@ -67,7 +67,8 @@ def gone(session, seconds=15):
 
 def in_process(trial: Path) -> str:
     """Return the fingerprint of the same experiment run without Ray."""
-    return finish(driver(Experiment.model_validate(yaml.safe_load((trial / "experiment.yaml").read_text())))).fingerprint()
+    tree = yaml.safe_load((trial / "experiment.yaml").read_text())
+    return finish(driver(Experiment.model_validate(tree))).fingerprint()
 
 
 def test_a_sweep_with_a_trial_that_fails(tmp_path):
@@ -80,7 +81,7 @@ def test_a_sweep_with_a_trial_that_fails(tmp_path):
 
     summary = json.loads((folder / "summary.json").read_text())
     assert {"schema", "name", "metric", "mode", "trials"} == set(summary)
-    assert (summary["schema"], summary["name"], summary["metric"], summary["mode"]) == (1, "small", "generic/acc", "max")
+    assert [summary[k] for k in ("schema", "name", "metric", "mode")] == [1, "small", "generic/acc", "max"]
     good, bad = summary["trials"]
     assert (good["status"], bad["status"]) == ("FINISHED", "FAILED")
     assert good["params"] == {"local.lr": 0.05}
@@ -123,8 +124,9 @@ def test_a_sweep_with_a_trial_that_fails(tmp_path):
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_run_is_resumed_to_the_same_bits(tmp_path, sent):
     """Stop it in the middle of its rounds; the second command ends it as if nothing had happened."""
-    changes = ["--set", "algorithm=[fedavg, {finetune: {epochs: 1}}]", "--set", "rounds=40", "--set", "evaluate.every=10"]
-    changes += ["--set", "local={batch: 16}", "--set", "failures.checkpoint_s=0", "--set", "data.clients=6", "--set", "clients_per_round=3"]
+    settings = ["algorithm=[fedavg, {finetune: {epochs: 1}}]", "rounds=40", "evaluate.every=10", "local={batch: 16}"]
+    settings += ["failures.checkpoint_s=0", "data.clients=6", "clients_per_round=3"]
+    changes = [word for setting in settings for word in ("--set", setting)]
     common = ["--out", tmp_path, "--name", "broken", "--num-cpus", 1]
     process = command(*common, *changes)
     trial = tmp_path / "broken" / "trials" / "0000"
@@ -147,7 +149,7 @@ def test_an_interrupted_run_is_resumed_to_the_same_bits(tmp_path, sent):
     done = len((trial / "metrics.jsonl").read_text().splitlines())
     assert done < 41, "it was stopped before its end"
 
-    code, out, err = run(*common, "--resume")
+    code, _, err = run(*common, "--resume")
     assert code == 0, err
     summary = json.loads((tmp_path / "broken" / "summary.json").read_text())
     assert summary["trials"][0]["status"] == "FINISHED"
@@ -163,7 +165,7 @@ def test_an_interrupted_run_is_resumed_to_the_same_bits(tmp_path, sent):
 
 def test_wrong_input_is_answered_in_a_line_and_nothing_starts(tmp_path):
     (tmp_path / "typo.yaml").write_text("data: {name: digits}\nalgoritm: fedavg\n")
-    code, out, err = run(tmp_path / "typo.yaml", "--out", tmp_path / "out")
+    code, _, err = run(tmp_path / "typo.yaml", "--out", tmp_path / "out")
     assert code == 2
     assert err == f"error: {tmp_path}/typo.yaml:2:1: algoritm: unknown key 'algoritm'; did you mean 'algorithm'?\n"
     assert not (tmp_path / "out").exists()
@@ -180,7 +182,7 @@ def test_wrong_input_is_answered_in_a_line_and_nothing_starts(tmp_path):
     ],
 )
 def test_mistakes_that_need_the_data_are_found_before_ray_starts(tmp_path, arguments, message):
-    code, out, err = run("--out", tmp_path / "out", *arguments)
+    code, _, err = run("--out", tmp_path / "out", *arguments)
     assert code == 2
     assert err.startswith("error: ")
     assert message in err
@@ -190,7 +192,7 @@ def test_mistakes_that_need_the_data_are_found_before_ray_starts(tmp_path, argum
 
 
 def test_what_the_machine_cannot_hold_is_refused_at_once(tmp_path):
-    code, out, err = run("--out", tmp_path, "--num-cpus", 2, "--set", "cluster.actors=64")
+    code, _, err = run("--out", tmp_path, "--num-cpus", 2, "--set", "cluster.actors=64")
     assert code == 2
     assert "asks for 64 client actors with 1 CPU" in err
     assert "has 2 CPU" in err

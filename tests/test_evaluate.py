@@ -62,7 +62,7 @@ def test_groups_by_count_and_by_share():
     assert found["few"] == [0, 1, 2, 3]
     large = {k: v.tolist() for k, v in groups(np.array([101, 100, 20, 19])).items()}
     assert (large["many"], large["medium"], large["few"]) == ([0], [1, 2], [3])
-    assert groups(np.array([1, 5, 94])) ["tail"].tolist() == [0]
+    assert groups(np.array([1, 5, 94]))["tail"].tolist() == [0]
 
 
 def test_split_metrics_by_hand():
@@ -95,9 +95,14 @@ def test_blocks_are_of_one_class_and_cover_the_test_set():
 
 def test_a_run_counts_as_a_plain_loop_would():
     """Redo the evaluation of a finished run image by image."""
-    run = finish(driver(tiny(algorithm=["fedavg", {"finetune": {"epochs": 2}}], data={
-        "name": "digits", "clients": 6, "imbalance": 5, "alpha": 0.3, "validation": 0.2
-    })))
+    run = finish(
+        driver(
+            tiny(
+                algorithm=["fedavg", {"finetune": {"epochs": 2}}],
+                data={"name": "digits", "clients": 6, "imbalance": 5, "alpha": 0.3, "validation": 0.2},
+            )
+        )
+    )
     found, worker, data = run.history[-1]["metrics"], run.engine.worker, digits()
     dist, owned_acc, masked_acc, held = [], [], [], []
     everything = worker.images(worker.x_test, np.arange(len(data.y_test)))
@@ -107,7 +112,7 @@ def test_a_run_counts_as_a_plain_loop_would():
         for k in run.selectable:
             w = run.memory[k]["w"]
             logits = worker.head(w, worker.features(w, everything))
-            right = (logits.argmax(1).numpy() == data.y_test)
+            right = logits.argmax(1).numpy() == data.y_test
             dist.append(right[run.split.test[k]].mean())
             owned = run.split.owned(k)
             owned_acc.append(np.mean([right[data.y_test == c].mean() for c in owned]))
@@ -124,7 +129,7 @@ def test_a_run_counts_as_a_plain_loop_would():
 
 
 def test_a_shared_model_is_scored_alike_by_both_ways():
-    """FedAvg's clients share one model: its logits are computed once; a tuned one of zero epochs is scored per client."""
+    """One model's logits are computed once for all; models tuned for zero epochs are scored client by client."""
     data = {"name": "digits", "clients": 6, "validation": 0.2}
     run = finish(driver(tiny(algorithm=["fedavg", {"finetune": {"epochs": 0}}], data=data)))
     shared, separate = (run.history[i]["metrics"] for i in (-2, -1))

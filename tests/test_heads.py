@@ -139,7 +139,6 @@ def _after_etf(classes: int, dim: int) -> torch.Generator:
     return rng
 
 
-@pytest.mark.slow
 def test_sse_c_at_the_size_of_the_authors_log():
     """d=512, C=100, beta=.6, gamma=.1: mean angle 90.5778, its variance .042, mean norm .1002, its variance 2.6e-9."""
     head = fixed_head("sse_c", 100, 512)

@@ -289,8 +289,14 @@ def test_learns():
     assert run.history[-1]["metrics"]["train/loss"] < run.history[1]["metrics"]["train/loss"] / 2
 
 
-@pytest.mark.parametrize("model", ["cnn_small", BATCH_NORM], ids=["cnn", "resnet"])
-@pytest.mark.parametrize("fields", [{}, {"group_fraction": 1.0, "loss_logits": "own", "schedule": "sequential"}])
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        ("cnn_small", {"group_fraction": 1.0, "loss_logits": "own", "schedule": "sequential"}),
+        (BATCH_NORM, {"num_experts": 2}),
+    ],
+    ids=["cnn", "resnet"],
+)
 def test_clients_of_one_sample_or_one_class(model, fields):
     dataset = digits()
     rows = [np.flatnonzero(dataset.y_train == c) for c in range(10)]

@@ -32,7 +32,7 @@ def test_arithmetic_acts_on_weights_and_buffers():
     torch.testing.assert_close(mean.flat, a.flat / 4 + b.flat * 0.75)
     torch.testing.assert_close(mean.buffers, a.buffers)
     assert (a - a).norm() == 0
-    assert (-a).dot(a) == pytest.approx(-float(a.norm()) ** 2, rel=1e-5)
+    assert (-a).dot(a) == pytest.approx(-(float(a.norm()) ** 2), rel=1e-5)
 
 
 def test_the_inner_product_leaves_buffers_out():

@@ -290,3 +290,13 @@ def test_domains_of_ray_tune():
         assert values[0] <= made.sample() <= values[1]
     assert tune_domain(Open("quniform", (0.1, 0.5, 0.1))).sampler.q == 0.1
     assert type(tune_domain(Open("loguniform", (0.1, 0.5))).sampler).__name__ == "_LogUniform"
+
+
+def test_a_grid_of_losses_and_priors_has_one_trial_for_a_loss_without_prior():
+    sweep = read(text="local: {loss: !grid [ce, balanced_softmax], prior: !grid [local, gpi]}")
+    found = [(t.params["local.loss"], t.params["local.prior"], t.experiment.local.prior) for t in trials(sweep)]
+    assert found == [
+        ("ce", "none", "none"),
+        ("balanced_softmax", "local", "local"),
+        ("balanced_softmax", "gpi", "gpi"),
+    ]
