@@ -140,6 +140,9 @@ class Client(Protocol):
     def features(self, w: Model, x: Tensor, tap: Tap | None = None) -> Tensor:
         """Return f_theta(x); a layer runs in training mode exactly while its weights are being trained."""
 
+    def embed(self, w: Model) -> Tensor:
+        """Return the features of all training images under a frozen body, without augmentation."""
+
     def classify(self, w: Model, h: Tensor, each: bool = False) -> Tensor:
         """Return the head's logits of features; of each expert, [M, B, C], where the head has several."""
 
@@ -242,8 +245,7 @@ class Algorithm:
 
     def generic(self, client: Client, *view: Any) -> Predictor | None:
         """Return the one model that everybody shares, or None where there is none."""
-        w = view[0]
-        return lambda x: client.logits(w, x)
+        return (lambda x: client.logits(view[0], x)) if self.shares_head else None
 
     def personal(self, client: Client, *view: Any) -> Predictor:
         """Return this client's own model; by default the generic one."""

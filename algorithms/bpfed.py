@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from algorithms.base import Algorithm, Client, Cohort, Phase, Predictor, State, Sum, knob
+from algorithms.maths import fresh
 from algorithms.params import Params
 
 
@@ -45,8 +46,7 @@ class BPFed(Algorithm):
 
     def client_state(self, client: Client, model: Params) -> dict[str, Any]:
         """Give every client a classifier of its own, drawn as torch.nn.Linear does."""
-        V, bound = model.head, model["head.weight"].shape[1] ** -0.5
-        return {"V": Params(V.layout, bound * (2 * torch.rand(len(V.flat), generator=client.rng) - 1), torch.zeros(0))}
+        return {"V": fresh(model.head, client.rng)}
 
     def phases(self) -> list[Phase]:
         """List the experiment's rounds of representation learning, then one visit to everyone."""
@@ -91,7 +91,7 @@ class BPFed(Algorithm):
 
     def covariance(self, client: Client, U: Params) -> Sum:
         """Send n_k M_k, where M_k = sum_c n_k^c M_k^c / sum_c n_k^c (eqs. 12-15)."""
-        z = torch.cat([client.features(U, x) for x in torch.split(client.x, 512)])
+        z = client.embed(U)
         several = [z_c for z_c in (z[client.y == c] for c in client.owned) if len(z_c) > 1]
         M = sum((len(z_c) * torch.cov(z_c.T) for z_c in several), torch.zeros(z.shape[1], z.shape[1], device=z.device))
         counted = client.n if self.singleton == "zero" else sum(map(len, several))
@@ -99,7 +99,7 @@ class BPFed(Algorithm):
 
     def rebalance(self, client: Client, U: Params, root: Tensor | None) -> None:
         """Retrain V_k and a scale s per class (cRT with LWS) on balanced features (eq. 18), then fold s into V_k."""
-        z = torch.cat([client.features(U, x) for x in torch.split(client.x, 512)])
+        z = client.embed(U)
         rows = self.balanced(client) if self.feature_augmentation else torch.arange(client.n, device=z.device)
         places = torch.arange(len(rows), device=z.device)
         support = client.owned if self.softmax_support == "owned" else torch.arange(len(client.counts), device=z.device)
@@ -110,7 +110,7 @@ class BPFed(Algorithm):
             h = self.perturbed(client, z, rows, root, i) if fixed is None else fixed[i]
             return -(q[y] * (w["s"] * client.classify(w, h))[:, support].log_softmax(1)).sum(1).mean()
 
-        V = client.state.V if self.head_init == "stage1" else self.client_state(client, client.state.V)["V"]
+        V = client.state.V if self.head_init == "stage1" else fresh(client.state.V, client.rng)
         w = client.fit(
             objective, data=(places, client.y[rows]), epochs=self.stage2_epochs, lr=self.stage2_lr,
             batch=self.stage2_batch, momentum=self.stage2_momentum, weight_decay=self.stage2_weight_decay,
@@ -140,10 +140,6 @@ class BPFed(Algorithm):
     def view(self, server: State) -> tuple[Any, ...]:
         """Clients predict with the shared extractor."""
         return (server.model.body,)
-
-    def generic(self, client: Client, *view: Any) -> Predictor | None:
-        """There is no shared model."""
-        return None
 
     def personal(self, client: Client, *view: Any) -> Predictor:
         """Predict with {U_glo, V_k}."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from algorithms.base import Algorithm, Client, Cohort, Model, Phase, Predictor, State, knob
 from algorithms.losses import BalancedSoftmax
-from algorithms.maths import balanced
+from algorithms.maths import balanced, fresh
 from algorithms.params import Params
 
 
@@ -73,8 +73,7 @@ class ECL(Algorithm):
         tail = int(owner.max())
         sgd: dict[str, Any] = {k: getattr(self, k) for k in ("epochs", "lr", "momentum", "weight_decay", "batch")}
         # What trains only a classifier sees the features of the images as they are, computed once, not augmented.
-        with torch.no_grad():
-            h = torch.cat([client.features(w, x) for x in torch.split(client.x, 512)])
+        h = client.embed(w)
 
         def deep(client: Client, x: Tensor, y: Tensor, v: Model) -> Tensor:
             return self.ce(client, client.features(w | v, x), y, v)
@@ -92,11 +91,7 @@ class ECL(Algorithm):
     def newborn(self, client: Client, w: Params) -> Params:
         """Return what an expert may train, as it is before: the last stage of w^T and a classifier."""
         v = w.under(getattr(client, self.finetune_part), "head.")
-        if self.expert_head_init == "global":
-            return v
-        uniform = 2 * torch.rand(v.head.flat.shape, generator=client.rng) - 1  # as torch begins a linear layer
-        flat = uniform.to(v.flat) / math.sqrt(classifier(v).shape[1])
-        return v.replace(Params(v.head.layout, flat, v.head.buffers))
+        return v if self.expert_head_init == "global" else v.replace(fresh(v.head, client.rng))
 
     def bsce(self, client: Client, h: Tensor, y: Tensor, v: Model) -> Tensor:
         """Balanced softmax with the local counts n_k^c (eq. 3); a class without samples drops out."""

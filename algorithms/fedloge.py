@@ -16,6 +16,7 @@ from torch import Tensor
 
 from algorithms import heads
 from algorithms.base import Algorithm, Client, Cohort, Model, Phase, Predictor, State, Sum, knob
+from algorithms.maths import fresh
 from algorithms.params import Params
 
 W, B, P = "head.weight", "head.bias", "projection"
@@ -66,9 +67,7 @@ class FedLoGe(Algorithm):
 
     def client_state(self, client: Client, model: Params) -> dict[str, Any]:
         """phi_k is random at birth, as torch initialises a linear layer."""
-        bound, head = model[W].shape[1] ** -0.5, self._head(model)
-        flat = torch.empty(len(head.flat)).uniform_(-bound, bound, generator=client.rng)
-        return {"phi": Params(head.layout, flat, head.buffers)}
+        return {"phi": fresh(self._head(model), client.rng)}
 
     def _head(self, model: Params) -> Params:
         return model.head if self.heads_bias else model.under(W)

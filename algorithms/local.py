@@ -41,10 +41,6 @@ class Local(Algorithm):
         """Clients need nothing from the server."""
         return ()
 
-    def generic(self, client: Client, *view: Any) -> Predictor | None:
-        """There is no shared model."""
-        return None
-
     def personal(self, client: Client, *view: Any) -> Predictor:
         """Predict with the client's own model."""
         w = client.state.w

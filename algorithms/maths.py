@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from algorithms.params import Params
+
 
 def balanced(y: Tensor) -> Callable[[torch.Generator], Tensor]:
     """Return a sampler of as many rows as there are labels: a class uniformly, then one of its samples."""
@@ -19,3 +21,10 @@ def balanced(y: Tensor) -> Callable[[torch.Generator], Tensor]:
         return torch.stack([members[c][int(u * len(members[c]))] for c, u in zip(classes, places, strict=True)])
 
     return draw
+
+
+def fresh(head: Params, rng: torch.Generator) -> Params:
+    """Return a new classifier of the same form, drawn as torch begins a linear layer: uniform within 1/sqrt(d)."""
+    dim = next(t.shape[1] for t in head.values() if t.dim() == 2)
+    drawn = torch.rand(head.flat.shape, generator=rng).to(head.flat)
+    return Params(head.layout, (2 * drawn - 1) / dim**0.5, head.buffers)

@@ -150,6 +150,11 @@ class Client:
         with self.worker.tapped(tap):
             return self.worker.features(w, x)
 
+    def embed(self, w: Model) -> Tensor:
+        """Return the features of all training images under a frozen body, without augmentation."""
+        with torch.no_grad():
+            return torch.cat([self.worker.features(w, x) for x in torch.split(self.x, evaluate.BLOCK)])
+
     def classify(self, w: Model, h: Tensor, each: bool = False) -> Tensor:
         """Return the head's logits of features."""
         return self.worker.head(w, h, each)
