@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from algorithms.base import Algorithm, Chain
+from algorithms.priors import ESTIMATED
 
 #: What runs when an experiment names no algorithm.
 DEFAULT = "fedavg"
@@ -47,10 +48,11 @@ def build(spec: Iterable[Mapping[str, Mapping[str, Any]]], prior: str = "none") 
         if kind.after and not parts:
             parts.append(find(kind.after)())
         parts.append(kind(**fields))
-    # A prior that has to be estimated is named like the algorithm that estimates it.
-    if prior in names() and parts[0].name != prior:
+    estimator = ESTIMATED.get(prior)
+    if estimator is not None:
         private = [part.name for part in parts if not part.shares_head]
         if private:
             raise ValueError(f"prior '{prior}' is read off a shared classifier, which {private[0]} does not train")
-        parts.insert(0, find(prior)())
+        if parts[0].name != estimator:
+            parts.insert(0, find(estimator)())
     return Chain(tuple(parts))

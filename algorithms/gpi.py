@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,6 @@ from algorithms.params import Params
 class GPI(Algorithm):
     """All clients train once from the initial model; the rows of the classifier grow with the classes' sizes."""
 
-    inherits: ClassVar[tuple[str, ...]] = ("model",)
     epochs: int = knob(1, ge=1)  #: local epochs of the proxy round
     normalise: bool = True  #: each client's proxy counts by its samples; False: raw, as eq. 7 is printed
     floor: float = knob(5.0, gt=0)  #: smallest pseudo count of a class (normalised form)

@@ -36,6 +36,9 @@ def _share(counts: Tensor) -> Tensor:
     return counts / counts.sum()
 
 
+#: A prior that has to be estimated -> the algorithm that must run before.
+ESTIMATED = {"gpi": "gpi"}
+
 #: name in an experiment -> function of (the client's counts, everybody's counts, the server's estimate)
 PRIORS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
     "none": none,

@@ -389,10 +389,10 @@ def network(experiment: Experiment, dataset: Dataset) -> models.Network:
     """Build the experiment's network with its initial weights."""
     model = experiment.model
     assert model.name is not None
-    asked = {part.experts for part in experiment.chain().parts} - {None}
+    asked = {model.experts, *(part.experts for part in experiment.chain().parts)} - {None}
     if len(asked) > 1:
-        raise ValueError(f"the algorithms of the chain want different numbers of experts: {sorted(asked, key=str)}")
-    experts = asked.pop() if asked else model.experts
+        raise ValueError(f"model and algorithms want different numbers of experts: {sorted(asked, key=str)}")
+    experts = asked.pop() if asked else None
     return models.build(
         model.name, dataset.shape, dataset.classes, width=model.width, experts=experts, seed=experiment.seed
     )

@@ -15,12 +15,13 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 from filelock import FileLock
+
+from orchestrator.spool import Point, SpooledTrial, count_lines, parameters, read_json, valid_name, written_at
 
 POLL, SLOWEST = 0.5, 15.0  # seconds between two looks at the files; the longest pause after an error
 METRICS, ENTRIES = 800, 100  # in one request; MLflow's limits are 100 params, 100 tags, 1000 of everything
@@ -36,7 +37,6 @@ DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
 }
-Point = tuple[str, float, int, int]  # key, value, timestamp, step
 
 
 def default_uri(out: Path) -> str:
@@ -72,90 +72,19 @@ def prepare(uri: str, artifacts: Path) -> None:
         fresh.replace(database)
 
 
-def parameters(experiment: Mapping[str, Any]) -> dict[str, str]:
-    """Flatten an experiment to dotted paths; the chain `[name: {knob: 1}]` becomes `algorithm.name.knob`."""
-    flat: dict[str, str] = {}
-
-    def walk(path: str, value: Any) -> None:
-        if isinstance(value, Mapping):
-            for key, inner in value.items():
-                walk(f"{path}.{key}" if path else str(key), inner)
-        elif path == "algorithm" and isinstance(value, list):
-            names: list[str] = []
-            for i, link in enumerate(value):
-                name, fields = next(iter(link.items())) if isinstance(link, Mapping) and link else (str(link), None)
-                walk(f"algorithm.{i}.{name}" if name in names else f"algorithm.{name}", fields or {})
-                names.append(name)
-            flat["algorithm"] = "+".join(names)
-        else:
-            flat[_name(path)] = str(value)[:6000]
-
-    walk("", experiment)
-    return flat
-
-
-@dataclass
-class _Trial:
-    """A trial being mirrored: what was asked for it, and how far its metrics are read."""
-
-    folder: Path
-    reopen: bool = False
-    ended: bool = False
-    at: int = 0  # bytes
-    lines: int = 0
-    nonfinite: int = 0
-    steps: dict[str, int] = field(default_factory=dict)  # the last one of each metric
-    pending: list[tuple[int, list[Point], dict[str, str]]] = field(default_factory=list)  # line number, points, tags
-
-    def read(self, sent: int) -> None:
-        """Take in the complete lines that were added; the first `sent` of the file are delivered already."""
-        path = self.folder / "metrics.jsonl"
-        if not path.exists() or path.stat().st_size == self.at:
-            return
-        with path.open("rb") as file:
-            file.seek(max(self.at - 1, 0))
-            if self.at and file.read(1) != b"\n":  # no longer what we read: a resume cut it back to its checkpoint
-                file.seek(0)
-                self.at = self.lines = self.nonfinite = 0
-                self.pending.clear()
-            data = file.read()
-        for raw in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
-            self.at += len(raw)
-            self.lines += 1
-            points, tags = self._parse(raw)
-            if self.lines > sent:
-                self.pending.append((self.lines, points, tags))
-
-    def _parse(self, raw: bytes) -> tuple[list[Point], dict[str, str]]:
-        try:
-            line = json.loads(raw)
-            step, stamp, metrics = int(line["round"]), int(line["time"] * 1000), dict(line["metrics"])
-        except (ValueError, KeyError, TypeError):  # torn by a crash, and written on by the resume
-            return [], {}
-        points: list[Point] = []
-        for key, value in metrics.items():
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                self.nonfinite += 1  # MLflow would store inf as 1.8e308
-            elif self.steps.get(key, -1) < step:  # else a round that was run again: its first report stands
-                points.append((_name(key), float(value), stamp, step))
-                self.steps[key] = step
-        counted = {"orchestrator.nonfinite": str(self.nonfinite)} if self.nonfinite else {}
-        return points, {"orchestrator.phase": str(line.get("phase")), **counted}
-
-
 class Mirror:
     """Copy a sweep's directory to MLflow from one thread; an MLflow that is away delays nothing and loses nothing."""
 
     def __init__(self, uri: str, sweep_dir: Path, *, experiment: str, tags: Mapping[str, str]) -> None:
         self.uri, self.dir = _absolute(uri), sweep_dir.resolve()
         self.last_error: str | None = None
-        self._trials: dict[str, _Trial] = {}
+        self._trials: dict[str, SpooledTrial] = {}
         self._client: Any = None
         self._stop = self._ended = False
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._sole = FileLock(self.dir / "mlflow.lock", timeout=0)
         self._thread = threading.Thread(target=self._loop, name="mlflow-mirror", daemon=True)
-        old = _json(self.dir / "mlflow.json")
+        old = read_json(self.dir / "mlflow.json")
         self._closed: dict[str, Any] = old.get("closing") or {}  # how an earlier process closed the sweep
         if old.get("tracking_uri") != _public(self.uri):  # another store has other ids
             old |= NOTHING
@@ -171,14 +100,14 @@ class Mirror:
     def watch(self, trial_id: str) -> None:
         """Mirror a trial that starts or resumes."""
         with self._lock:
-            trial = self._trials.setdefault(trial_id, _Trial(self.dir / "trials" / trial_id))
+            trial = self._trials.setdefault(trial_id, SpooledTrial(self.dir / "trials" / trial_id))
             trial.reopen, trial.ended = True, False
         self._wake.set()
 
     def finish(self, trial_id: str) -> None:
         """Deliver the rest of a trial that has ended: its lines, its files, its status."""
         with self._lock:
-            self._trials.setdefault(trial_id, _Trial(self.dir / "trials" / trial_id)).ended = True
+            self._trials.setdefault(trial_id, SpooledTrial(self.dir / "trials" / trial_id)).ended = True
         self._wake.set()
 
     def run_id(self, trial_id: str) -> str | None:
@@ -190,7 +119,7 @@ class Mirror:
         """Count the metric lines and the endings (of trials and of the sweep) that MLflow does not have yet."""
         owed = int(self._record["closing"] is not None and not self._ended)
         for trial_id, trial in list(self._trials.items()):
-            owed += max(0, _lines(trial.folder) - self._record["offsets"].get(trial_id, 0)) + trial.ended
+            owed += max(0, count_lines(trial.folder) - self._record["offsets"].get(trial_id, 0)) + trial.ended
         return owed
 
     def close(
@@ -285,20 +214,20 @@ class Mirror:
             self._save(**NOTHING)
         if parent is None:
             tags = {"orchestrator.key": key}
-            parent = client.create_run(experiment, _millis(self.dir / "sweep.yaml"), tags, self.dir.name).info.run_id
+            parent = client.create_run(experiment, written_at(self.dir / "sweep.yaml"), tags, self.dir.name).info.run_id
         self._save(experiment_id=experiment, parent=parent)
         self._log(client, parent, tags=self._record["tags"])
         client.update_run(parent, status="RUNNING")
         for path in sorted(self.dir.glob("trials/*/status.json")):
-            if _json(path).get("status") in ENDS and path.parent.name not in self._trials:
+            if read_json(path).get("status") in ENDS and path.parent.name not in self._trials:
                 self.finish(path.parent.name)
         self._client = client
 
-    def _mirror(self, trial_id: str, trial: _Trial) -> None:
+    def _mirror(self, trial_id: str, trial: SpooledTrial) -> None:
         ended = trial.ended  # asked before the lines are read: then they are all there
         status, error = self._status(trial) if ended else ("RUNNING", None)
         sent = self._record["offsets"].get(trial_id, 0)
-        if not ended or self._record["done"].get(trial_id) != status or sent < _lines(trial.folder):
+        if not ended or self._record["done"].get(trial_id) != status or sent < count_lines(trial.folder):
             run = self._record["runs"].get(trial_id) or self._describe(trial_id, trial)
             if trial.reopen:
                 self._client.update_run(run, status="RUNNING")
@@ -315,14 +244,14 @@ class Mirror:
             if trial.ended:  # else it was resumed meanwhile
                 self._trials.pop(trial_id, None)
 
-    def _status(self, trial: _Trial) -> tuple[str, str | None]:
-        told = _json(trial.folder / "status.json")
+    def _status(self, trial: SpooledTrial) -> tuple[str, str | None]:
+        told = read_json(trial.folder / "status.json")
         if told.get("status") in ENDS:
             return told["status"], told.get("error")
         killed = (self._record["closing"] or {}).get("status") == "KILLED"
         return ("KILLED", None) if killed else ("FAILED", "The trial ended without leaving a status.")
 
-    def _describe(self, trial_id: str, trial: _Trial) -> str:
+    def _describe(self, trial_id: str, trial: SpooledTrial) -> str:
         """Find or create a trial's run; it is put on record when it is complete, so a crash half-way is repaired."""
         about = json.loads((trial.folder / "trial.json").read_text())
         key, name = f"{self._record['sweep']}/{trial_id}", str(about.get("name", trial_id))
@@ -330,7 +259,7 @@ class Mirror:
         experiment = self._record["experiment_id"]
         run = _find(self._client, experiment, key)
         if run is None:
-            run = str(self._client.create_run(experiment, _millis(trial.folder / "trial.json"), tags).info.run_id)
+            run = str(self._client.create_run(experiment, written_at(trial.folder / "trial.json"), tags).info.run_id)
         path = trial.folder / "experiment.yaml"
         params = parameters(yaml.safe_load(path.read_text())) if path.exists() else {}
         self._log(self._client, run, params=params, tags={**about.get("tags", {}), **tags})
@@ -339,7 +268,7 @@ class Mirror:
         self._save(runs={**self._record["runs"], trial_id: run})
         return run
 
-    def _send(self, trial_id: str, trial: _Trial, run: str) -> None:
+    def _send(self, trial_id: str, trial: SpooledTrial, run: str) -> None:
         while trial.pending and not self._stop:
             points: list[Point] = []
             tags: dict[str, str] = {}
@@ -352,7 +281,7 @@ class Mirror:
             self._save(offsets={**self._record["offsets"], trial_id: trial.pending[taken - 1][0]})
             del trial.pending[:taken]
 
-    def _finish(self, trial: _Trial, run: str, status: str, error: str | None) -> None:
+    def _finish(self, trial: SpooledTrial, run: str, status: str, error: str | None) -> None:
         for name in ("experiment.yaml", "metrics.jsonl"):
             if (trial.folder / name).exists():
                 self._client.log_artifact(run, str(trial.folder / name))
@@ -362,12 +291,12 @@ class Mirror:
         if status == "FAILED" and error:
             tags[NOTE] = "\n".join(["```", *error.strip().splitlines()[-20:], "```"])
         self._log(self._client, run, tags=tags)
-        self._client.set_terminated(run, ENDS[status], _millis(trial.folder / "status.json"))
+        self._client.set_terminated(run, ENDS[status], written_at(trial.folder / "status.json"))
 
     def _close(self) -> None:
         parent, closing = self._record["parent"], self._record["closing"]
         stamp = int(closing["time"] * 1000)
-        points = [(_name(key), value, stamp, 0) for key, value in closing["metrics"].items()]
+        points = [(valid_name(key), value, stamp, 0) for key, value in closing["metrics"].items()]
         self._log(self._client, parent, points, tags={NOTE: closing["note"]} if closing["note"] else {})
         for path in (self.dir / "sweep.yaml", self.dir / (closing["summary"] or "summary.json")):
             if path.exists():
@@ -388,7 +317,7 @@ class Mirror:
 
         metrics = [Metric(*point) for point in points]
         settings = [Param(key, value) for key, value in (params or {}).items()]
-        labels = [RunTag(_name(key), str(value)[-8000:]) for key, value in (tags or {}).items()]
+        labels = [RunTag(valid_name(key), str(value)[-8000:]) for key, value in (tags or {}).items()]
         for i in range(max(-(-len(metrics) // METRICS), -(-len(settings) // ENTRIES), -(-len(labels) // ENTRIES))):
             some, few = slice(i * METRICS, (i + 1) * METRICS), slice(i * ENTRIES, (i + 1) * ENTRIES)
             client.log_batch(run, metrics[some], settings[few], labels[few])
@@ -401,7 +330,7 @@ def sync(sweep_dir: Path, uri: str | None = None) -> int:
 
 def _sync(sweep_dir: Path, uri: str | None) -> Mirror:
     sweep_dir = sweep_dir.resolve()
-    old = _json(sweep_dir / "mlflow.json")
+    old = read_json(sweep_dir / "mlflow.json")
     home = old.get("tracking_uri") or uri or default_uri(sweep_dir.parent)
     experiment = old.get("experiment") or sweep_dir.name
     mirror = Mirror(uri or home, sweep_dir, experiment=experiment, tags=old.get("tags") or {})
@@ -462,30 +391,6 @@ def _absolute(uri: str) -> str:
 def _public(uri: str) -> str:
     """Leave out a password: run directories and messages are passed around."""
     return re.sub(r"//[^/@]*@", "//", uri)
-
-
-def _name(text: str) -> str:
-    """Make a name MLflow accepts."""
-    safe = re.sub(r"[^\w\-. :/]", "_", text)
-    return "/".join(part for part in safe.split("/") if part.strip("."))[:250] or "_"
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _lines(folder: Path) -> int:
-    path = folder / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def _millis(path: Path) -> int:
-    """Say when a file was written: so an import has the run's own times."""
-    return int((path.stat().st_mtime if path.exists() else time.time()) * 1000)
 
 
 def main() -> int:

@@ -168,3 +168,9 @@ def test_runs_once_and_first():
     ]
     assert [part.name for part in algorithms.build([{"ldae": {}}], prior="gpi").parts] == ["gpi", "ldae"]
     assert [part.name for part in algorithms.build([{"ldae": {}}], prior="global").parts] == ["gpi", "ldae"]
+
+
+def test_only_an_estimated_prior_needs_a_round_before():
+    for prior, first in (("none", "fedavg"), ("local", "fedavg"), ("global", "fedavg"), ("gpi", "gpi")):
+        assert algorithms.build([{"fedavg": {}}], prior).parts[0].name == first
+    assert [part.name for part in algorithms.build([{"gpi": {}}, {"fedavg": {}}], "gpi").parts] == ["gpi", "fedavg"]

@@ -29,6 +29,20 @@ def only(*modules, **fields):
     return mupfl(**(OFF | dict.fromkeys(modules, True) | fields))
 
 
+_models = {}
+
+
+def trained(*modules, **fields):
+    """Return the global model after two rounds of these modules; the same is trained only once."""
+    key = repr((sorted(modules), sorted(fields.items())))
+    if key not in _models:
+        run = only(*modules, evaluate={"what": ["generic"]}, **fields)
+        run.advance()
+        run.advance()
+        _models[key] = run.server.model
+    return _models[key]
+
+
 def computed(run):
     """Return a hash of all that a run computed, without the names of its phases."""
     metrics = [{k: v for k, v in line["metrics"].items() if not k.startswith("time/")} for line in run.history]
@@ -139,7 +153,9 @@ def test_alpha_weighs_updates_against_maps(fields, groups):
 
 @pytest.mark.parametrize("clients", [1, 2, 3])
 def test_few_clients_in_a_round(clients):
-    run = finish(mupfl(clients_per_round=clients))
+    run = mupfl(clients_per_round=clients)
+    run.advance()
+    run.advance()
     assert all(t.isfinite().all() for t in (run.server.model.flat, run.server.h))
     one = only("acmu", clients_per_round=clients, rounds=1)
     w, ids = one.server.model, one._draw(one.plan[0])
@@ -186,9 +202,9 @@ def test_the_mask_is_off_at_evaluation():
 
 
 def test_keeping_everything_is_no_dropout():
-    everything = finish(only("bavd", bavd_mode="topk", topk_share=1.0))
-    assert everything.server.model == finish(driver(tiny())).server.model
-    assert finish(only("bavd", bavd_mode="topk", topk_share=0.3)).server.model != everything.server.model
+    everything = trained("bavd", bavd_mode="topk", topk_share=1.0)
+    assert everything == trained()
+    assert trained("bavd", bavd_mode="topk", topk_share=0.3) != everything
 
 
 @pytest.mark.parametrize(
@@ -198,14 +214,20 @@ def test_keeping_everything_is_no_dropout():
 )
 def test_each_choice_of_bavd_changes_the_model(change):
     local = {"lr": 0.05, "batch": 16, "epochs": 2}
-    assert finish(only("bavd", local=local, **change)).server.model != finish(only("bavd", local=local)).server.model
+    assert trained("bavd", local=local, **change) != trained("bavd", local=local)
 
 
 def test_a_map_lives_for_a_visit_an_epoch_or_for_ever():
-    one_epoch = [finish(only("bavd", map_life=life, rounds=1)).server.model for life in ("call", "epoch", "persistent")]
-    assert one_epoch[0] == one_epoch[1] == one_epoch[2]  # in the first visit of one epoch they are the same
-    run = finish(only("bavd", map_life="persistent", clients_per_round=6))
-    assert run.server.model != finish(only("bavd", clients_per_round=6)).server.model
+    assert trained("bavd", map_life="epoch") == trained("bavd")  # a visit of one epoch
+    run = only("bavd", map_life="persistent", clients_per_round=6)
+    run.advance()
+    first = run.server.model
+    run.advance()
+    for_a_visit = only("bavd", clients_per_round=6)
+    for_a_visit.advance()
+    assert for_a_visit.server.model == first
+    assert run.server.model != trained("bavd", clients_per_round=6)
+    assert for_a_visit.memory[0]["maps"] == {}
     assert set(run.memory[0]["maps"]) == {"body.relu1", "body.relu2"}
     assert run.memory[0]["maps"]["body.relu2"].shape == (32, 8, 8)
 
@@ -267,11 +289,8 @@ def test_each_choice_of_pkcf_changes_the_features(change):
 
 
 def test_tau_changes_the_second_round():
-    runs = [only("pkcf", classifier_epochs=tau) for tau in (0, 1, 2)]
-    for run in runs:
-        run.advance()
-        run.advance()
-    assert runs[0].server.model != runs[1].server.model != runs[2].server.model
+    models = [trained("pkcf", classifier_epochs=tau) for tau in (0, 1, 2)]
+    assert models[0] != models[1] != models[2]
 
 
 def test_features_come_to_look_like_the_clients():
@@ -362,13 +381,14 @@ def test_during_training_a_client_has_the_shared_extractor_and_its_own_classifie
 # The whole -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("modules", [("bavd",), ("acmu",), ("pkcf",), ("bavd", "pkcf"), ("bavd", "acmu", "pkcf")])
-def test_each_switch_matters_and_the_result_is_repeatable(modules):
-    run = finish(only(*modules))
-    assert run.fingerprint() == finish(only(*modules)).fingerprint()
-    for module in modules:
-        rest = [m for m in modules if m != module]
-        assert finish(only(*rest)).server.model != run.server.model
+@pytest.mark.parametrize("module", ["bavd", "acmu", "pkcf"])
+@pytest.mark.parametrize("beside", [(), ("bavd",), ("acmu",), ("pkcf",), ("bavd", "acmu", "pkcf")], ids="+".join)
+def test_each_switch_matters(module, beside):
+    assert trained(*{module, *beside}) != trained(*({*beside} - {module}))
+
+
+def test_the_result_is_repeatable():
+    assert finish(mupfl(map_life="persistent")).fingerprint() == finish(mupfl(map_life="persistent")).fingerprint()
 
 
 @pytest.mark.parametrize("model", ["cnn_small", BATCH_NORM], ids=["no batch norm", "batch norm"])
