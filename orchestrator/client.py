@@ -126,7 +126,7 @@ class Client:
         self.prior = worker.prior(self.counts, worker.counts.sum(0), proxy)
         self.last_stage, self.last_block = worker.network.last_stage, worker.network.last_block
         self.rng = torch.Generator().manual_seed(seed)
-        self.loss_sum, self.steps = 0.0, 0
+        self.losses = {"images": (0.0, 0), "features": (0.0, 0)}  # summed over steps, and how many
 
     @cached_property
     def x(self) -> Tensor:
@@ -204,7 +204,9 @@ class Client:
                     flat.add_(grad, alpha=-lr)
             total += loss.detach()
             steps += 1
-        self.loss_sum, self.steps = self.loss_sum + float(total), self.steps + steps
+        # What is reported is the loss on images; that on features only where a call trains on nothing else.
+        kind = "images" if data is None else "features"
+        self.losses[kind] = self.losses[kind][0] + float(total), self.losses[kind][1] + steps
         return Fit(steps, float(total) / max(1, steps), **{name: tree.detach() for name, tree in trees.items()})
 
     def batches(
@@ -364,7 +366,8 @@ class Worker:
                 result.rejected[id] = why
                 continue
             result.bytes_up += size(value)
-            result.loss, result.steps = result.loss + client.loss_sum, result.steps + client.steps
+            loss, steps = client.losses["images"] if client.losses["images"][1] else client.losses["features"]
+            result.loss, result.steps = result.loss + loss, result.steps + steps
             if memory or id in job.memory:
                 result.memory[id] = memory
             if job.keys is None:

@@ -109,8 +109,6 @@ class Cohort:
         for result in self._driver.call(sorted(key), local.__name__, shared, keys=key):
             for k, part in result.sums.items():
                 totals[k] = totals[k] + part if k in totals else part
-        if not totals:
-            raise RuntimeError(f"no usable update from any of the {len(key)} clients of this round")
         return totals
 
     def map(self, local: Callable[..., Any], *shared: Any, each: Mapping[int, Any] | None = None) -> dict[int, Any]:
@@ -246,6 +244,8 @@ class Driver:
             self._rejected |= result.rejected
             self._loss, self._steps = self._loss + result.loss, self._steps + result.steps
             self._up += result.bytes_up
+        if not any(result.sums or result.values for result in results):
+            raise RuntimeError(f"no usable update from any of the {len(ids)} clients of round {self.round}")
         return results
 
     def _remembered(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:

@@ -205,3 +205,24 @@ def test_a_dry_run_shows_everything_and_starts_nothing(tmp_path):
     first = out.split("# trial 0001")[0].split("\n", 1)[1]
     assert Experiment.model_validate(yaml.safe_load(first)).rounds == 20
     assert list(tmp_path.iterdir()) == []
+
+
+def test_early_stopping_ends_the_worst_in_their_first_phase(tmp_path):
+    (tmp_path / "asha.yaml").write_text(
+        "search: {metric: personal/acc_owned, scheduler: asha}\n"
+        "experiment:\n"
+        "  data: {name: digits, clients: 4, imbalance: 5}\n"
+        "  algorithm: [fedavg, {finetune: {epochs: 1}}]\n"
+        "  local: {lr: !grid [0.1, 0.05, 1.0e-7, 1.0e-8, 1.0e-9, 1.0e-10], batch: 16}\n"
+        "  rounds: 16\n"
+        "  evaluate: {every: 1}\n"
+    )
+    code, out, err = run(tmp_path / "asha.yaml", "--out", tmp_path, "--num-cpus", 2)
+    assert code == 0, err
+    trials = json.loads((tmp_path / "asha" / "summary.json").read_text())["trials"]
+    stopped = [t for t in trials if t["status"] == "STOPPED"]
+    assert stopped
+    assert "stopped" in out
+    assert trials[0]["status"] == "FINISHED"
+    assert all(t["params"]["local.lr"] < 0.01 for t in stopped)
+    assert all(t["best_at"]["train/loss"]["phase"] == "fedavg.train" for t in stopped)

@@ -85,19 +85,24 @@ def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path):
         assert [line["round"] for line in again.directory.lines()] == list(range(1, len(whole.plan) + 1))
 
 
+@pytest.fixture(scope="module")
+def pools(ray_cluster):
+    """Pools of one, two and three actors, which serve one algorithm after another."""
+    made = [Pool(actors, cpu=0.5, gpu=0.0) for actors in (1, 2, 3)]
+    yield made, ray.put(digits())
+    for pool in made:
+        pool.close()
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_bits_on_one_two_three_actors_and_without_ray(name, ray_cluster):
+def test_the_same_bits_on_one_two_three_actors_and_without_ray(name, pools):
     chosen = experiment(name)
     expected = finish(driver(chosen)).fingerprint()
-    dataset, parts = digits(), split_for(chosen, digits())
-    reference = ray.put(dataset)
-    for actors in (1, 2, 3):
-        pool = Pool(actors, cpu=1.0, gpu=0.0)
-        try:
-            pool.load(chosen, reference, parts)
-            assert finish(Driver(chosen, dataset, parts, pool)).fingerprint() == expected
-        finally:
-            pool.close()
+    parts = split_for(chosen, digits())
+    made, dataset = pools
+    for pool in made:
+        pool.load(chosen, dataset, parts)
+        assert finish(Driver(chosen, digits(), parts, pool)).fingerprint() == expected
 
 
 @pytest.mark.parametrize("name", NAMES)
