@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -450,13 +451,17 @@ def test_four_sweeps_make_and_share_one_fresh_database(tmp_path):
         assert history(store, run.info.run_id, "generic/acc") == written(20)
 
 
+def free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
 class Server:
     """A real MLflow server on the loopback interface."""
 
     def __init__(self, folder: Path):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        # Below the ports that the system hands out by itself: nobody takes it while the server is away.
+        self.port = next(port for port in random.sample(range(20_000, 32_000), 100) if free(port))
         self.uri = f"http://127.0.0.1:{self.port}"
         self.store = tracking.default_uri(folder)
         tracking.prepare(self.store, folder / "artifacts")
@@ -472,7 +477,11 @@ class Server:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        wait(self.healthy, 90)
+        try:
+            wait(self.healthy, 90)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_):
