@@ -272,11 +272,28 @@ class Search(Part):
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a file holds: how to search, and an experiment, some leaves of which may be left open."""
+    """What a file holds: how to search, and an experiment, some leaves of which may be left open.
+
+    With `cases`, each of them is laid over the experiment: so methods are compared, each with settings of its own.
+    """
 
     search: Search
     experiment: dict[str, Any]
     document: Document = field(default_factory=lambda: Document({}, {}), compare=False, repr=False)
+    cases: tuple[dict[str, Any], ...] = ()
+
+    def variants(self) -> list[Sweep]:
+        """Return a sweep for each case, or this one where there are none."""
+        return [
+            Sweep(self.search, _laid_over(self.experiment, case), self.document.within(("cases", i)))
+            for i, case in enumerate(self.cases)
+        ] or [self]
+
+
+def _laid_over(tree: Any, case: Any) -> Any:
+    if not isinstance(tree, dict) or not isinstance(case, dict):
+        return case
+    return {**tree, **{key: _laid_over(tree.get(key), value) for key, value in case.items()}}
 
 
 def problems(tree: Mapping[str, Any], model: type[Part] = Experiment) -> list[Complaint]:
@@ -315,13 +332,21 @@ def read(path: Path | None = None, text: str | None = None, overrides: Sequence[
     for override in overrides:
         _override(root, override)
     tree = dict(root.value)
-    searched = tree.pop("search", None)
+    searched, cases = tree.pop("search", None), tree.pop("cases", None)
     found = [each._replace(path=("search", *each.path)) for each in problems(searched, Search)]
     if found:
         raise InputError([told(root.place(each.path, each.key), dotted(each.path), each.text) for each in found])
-    sweep = Sweep(Search.model_validate(searched), tree, root)
+    sweep = Sweep(Search.model_validate(searched), tree, root, _cases(root, cases))
     check(sweep)
     return sweep
+
+
+def _cases(root: Document, cases: Any) -> tuple[dict[str, Any], ...]:
+    if cases is None:
+        return ()
+    if not isinstance(cases, list) or not cases or not all(isinstance(case, dict) for case in cases):
+        raise InputError([told(root.place(("cases",)), "cases", "must be a list of parts of an experiment")])
+    return tuple(case | ({"algorithm": listed(case["algorithm"])} if "algorithm" in case else {}) for case in cases)
 
 
 def _override(root: Document, override: str) -> None:
@@ -338,11 +363,12 @@ def _rooted(document: Document) -> Document:
     tree = {} if document.value is None else document.value
     if not isinstance(tree, dict):
         raise InputError([f"{document.place(())}: must be a mapping of keys to values, not {short(tree)}"])
-    if not tree.keys() & {"search", "experiment"}:
+    beside = ["search", "experiment", "cases"]
+    if not tree.keys() & set(beside):
         return Document(tree, document.places)
     found = []
-    for key in [key for key in tree if key not in ("search", "experiment")]:
-        near = algorithms.nearest(key, ["search", "experiment"])
+    for key in [key for key in tree if key not in beside]:
+        near = algorithms.nearest(key, beside)
         hint = "move it under 'experiment'" if key in Experiment.model_fields else near
         text = f"unknown key '{key}' beside 'search' and 'experiment'; {hint}"
         found.append(told(document.place((key,), key=True), key, text))
@@ -356,7 +382,7 @@ def _rooted(document: Document) -> Document:
     if found:
         raise InputError(found)
     places = {at[1:] if at[:1] == ("experiment",) else at: where for at, where in document.places.items()}
-    return Document({**inner, "search": tree.get("search")}, places)
+    return Document({**inner, "search": tree.get("search"), "cases": tree.get("cases")}, places)
 
 
 def _spell_out(root: Document) -> None:
@@ -387,4 +413,5 @@ def dump(experiment: Experiment) -> str:
 
 def dump_sweep(sweep: Sweep) -> str:
     """Write a sweep with its open leaves as YAML that reads back to an equal one."""
-    return emit({"search": sweep.search.model_dump(mode="json"), "experiment": sweep.experiment})
+    tree = {"search": sweep.search.model_dump(mode="json"), "experiment": sweep.experiment}
+    return emit(tree | ({"cases": list(sweep.cases)} if sweep.cases else {}))

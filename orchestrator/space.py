@@ -7,7 +7,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,11 @@ def _tree(sweep: Sweep, chosen: dict[Keys, Any]) -> Any:
 
 def check(sweep: Sweep) -> None:
     """Validate every candidate of every open leaf, each beside the first candidates of the others."""
+    for variant in sweep.variants():
+        _check(variant)
+
+
+def _check(sweep: Sweep) -> None:
     opened = dict(_leaves(sweep.experiment, ()))
     first = {path: _candidates(leaf)[0] for path, leaf in opened.items()}
     tree = _tree(sweep, dict(first))
@@ -121,6 +126,16 @@ def _with(values: Mapping[str, str]) -> str:
 
 def trials(sweep: Sweep, seed: int = 0) -> list[Trial]:
     """Expand a sweep into its distinct experiments: for every draw of the random leaves the product of the grids."""
+    found: dict[str, Trial] = {}
+    for i, variant in enumerate(sweep.variants()):
+        for trial in _trials(variant, seed):
+            params = {"case": i, **trial.params} if sweep.cases else trial.params
+            numbered = replace(trial, id=f"{len(found):04d}", params=params)
+            found.setdefault(trial.experiment.model_dump_json(), numbered)
+    return list(found.values())
+
+
+def _trials(sweep: Sweep, seed: int) -> list[Trial]:
     opened = dict(_leaves(sweep.experiment, ()))
     grids = {path: leaf for path, leaf in opened.items() if leaf.kind == "grid"}
     random = {path: leaf for path, leaf in opened.items() if leaf.kind != "grid"}
@@ -128,7 +143,7 @@ def trials(sweep: Sweep, seed: int = 0) -> list[Trial]:
     if (count := draws * math.prod(len(leaf.values) for leaf in grids.values())) > MOST:
         raise InputError([f"a sweep of {count:,} trials; at most {MOST:,} are possible: open fewer leaves"])
     labels = _labels(list(opened))
-    found: dict[str, Trial] = {}
+    found: list[Trial] = []
     for draw in range(draws):
         drawn = {path: _draw(leaf, path, seed, draw) for path, leaf in random.items()}
         for point in itertools.product(*(leaf.values for leaf in grids.values())):
@@ -137,8 +152,8 @@ def trials(sweep: Sweep, seed: int = 0) -> list[Trial]:
             experiment = _experiment(sweep, chosen)
             params = {dotted(path): value for path, value in chosen.items()}
             name = _name(experiment, {labels[path]: value for path, value in chosen.items() if path in labels})
-            found.setdefault(experiment.model_dump_json(), Trial(f"{len(found):04d}", params, experiment, name))
-    return list(found.values())
+            found.append(Trial("", params, experiment, name))
+    return found
 
 
 def _experiment(sweep: Sweep, chosen: dict[Keys, Any]) -> Experiment:

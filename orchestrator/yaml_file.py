@@ -106,6 +106,11 @@ class Document:
         known = next((path[:end] for end in range(len(path), -1, -1) if path[:end] in self.places), None)
         return "" if known is None else self.places[known][0 if key and known == path else 1]
 
+    def within(self, path: Keys) -> Document:
+        """Return the same data, but where the part at a path says something, it stands there."""
+        inner = {at[len(path) :]: where for at, where in self.places.items() if at[: len(path)] == path}
+        return Document(self.value, self.places | inner)
+
     def put(self, keys: Sequence[str], new: Document, short_forms: Mapping[Keys, Callable[[str], Any]]) -> None:
         """Set the value at a path, making mappings on the way; an entry of a list goes by its index or its only key."""
         here, path, queue, place = self.value, Keys(), list(keys), new.place(())

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from orchestrator.experiment import Experiment, InputError, Sweep, read
+from orchestrator.experiment import Experiment, InputError, Sweep, dump_sweep, read
 from orchestrator.space import MOST, Open, Trial, check, leaves, trials, tune_domain
 
 SWEEP = """\
@@ -300,3 +300,42 @@ def test_a_grid_of_losses_and_priors_has_one_trial_for_a_loss_without_prior():
         ("balanced_softmax", "local", "local"),
         ("balanced_softmax", "gpi", "gpi"),
     ]
+
+
+def test_cases_are_laid_over_the_experiment():
+    text = (
+        "search: {metric: generic/acc}\n"
+        "experiment: {local: {lr: 0.1, batch: 8}, rounds: 3, seed: !grid [0, 1]}\n"
+        "cases:\n"
+        "  - algorithm: fedavg\n"
+        "  - {algorithm: {fedprox: {mu: !grid [0.1, 1.0]}}, local: {lr: 0.01}}\n"
+        "  - {algorithm: fedavg, seed: 1}\n"
+    )
+    sweep = read(text=text)
+    found = [(t.id, t.name, t.experiment.local.lr, t.experiment.local.batch, t.experiment.seed) for t in trials(sweep)]
+    assert found == [
+        ("0000", "fedavg seed=0", 0.1, 8, 0),
+        ("0001", "fedavg seed=1", 0.1, 8, 1),
+        ("0002", "fedprox seed=0 mu=0.1", 0.01, 8, 0),
+        ("0003", "fedprox seed=0 mu=1", 0.01, 8, 0),
+        ("0004", "fedprox seed=1 mu=0.1", 0.01, 8, 1),
+        ("0005", "fedprox seed=1 mu=1", 0.01, 8, 1),
+    ], "the third case is a trial of the first"
+    assert [t.params["case"] for t in trials(sweep)] == [0, 0, 1, 1, 1, 1]
+    again = read(text=dump_sweep(sweep))
+    assert again == sweep
+    assert dump_sweep(again) == dump_sweep(sweep)
+
+
+@pytest.mark.parametrize(
+    ("cases", "message"),
+    [
+        ("cases: 3", "<text>:2:8: cases: must be a list of parts of an experiment"),
+        ("cases: [{local: {lr: abc}}]", "<text>:2:22: local.lr: must be a number, not 'abc'"),
+        ("cases: [{rouds: 3}]", "<text>:2:10: rouds: unknown key 'rouds'; did you mean 'rounds'?"),
+    ],
+)
+def test_mistakes_in_cases_are_told_at_their_place(cases, message):
+    with pytest.raises(InputError) as caught:
+        read(text=f"experiment: {{rounds: 3}}\n{cases}\n")
+    assert str(caught.value) == message
