@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 from rich.table import Table
@@ -72,35 +77,82 @@ def write_summary(folder: Path, search: Search, run_ids: Mapping[str, str | None
     return summary
 
 
-def best_trial(summary: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the finished trial whose last value of the chosen metric is best."""
+@dataclass(frozen=True)
+class Configuration:
+    """Trials that differ only in their seed."""
+
+    name: str
+    trials: tuple[Mapping[str, Any], ...]
+
+    def values(self, metric: str) -> list[float]:
+        """Return the last value of a metric in each trial that has ended and reports it."""
+        ended = (t for t in self.trials if t["status"] in ("FINISHED", "STOPPED"))
+        return [t["last"][metric] for t in ended if metric in t["last"]]
+
+    def show(self, metric: str) -> str:
+        """Return the mean over seeds and, where there are several, the standard deviation."""
+        values = self.values(metric)
+        if not values:
+            return "-"
+        spread = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
+        return f"{mean(values):.4f}{spread}"
+
+
+def configurations(summary: Mapping[str, Any]) -> list[Configuration]:
+    """Group a sweep's trials by everything but the seed, in the order in which they appear."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for trial in summary["trials"]:
+        params = {k: v for k, v in trial["params"].items() if k != "seed"}
+        groups.setdefault(json.dumps(params, sort_keys=True), []).append(trial)
+    return [Configuration(re.sub(r" seed=\d+", "", ts[0]["name"]), tuple(ts)) for ts in groups.values()]
+
+
+def best(summary: Mapping[str, Any]) -> Configuration | None:
+    """Return the configuration whose mean over seeds of the chosen metric's last value is best."""
     metric, sign = summary["metric"], 1 if summary["mode"] == "max" else -1
-    ranked = [t for t in summary["trials"] if t["status"] in ("FINISHED", "STOPPED") and metric in t["last"]]
-    return max(ranked, key=lambda t: sign * t["last"][metric], default=None)
+    ranked = [c for c in configurations(summary) if c.values(metric)]
+    return max(ranked, key=lambda c: sign * mean(c.values(metric)), default=None)
 
 
 def table(summary: Mapping[str, Any]) -> Table:
-    """Return the trials as a table for people, the best one marked."""
-    best = best_trial(summary)
-    shown = [*dict.fromkeys((*HEADLINE, summary["metric"]))]
-    result = Table(title=f"{summary['name']}: last round of each trial", title_justify="left")
+    """Return the configurations as a table for people, the best one marked."""
+    winner, shown = best(summary), [*dict.fromkeys((*HEADLINE, summary["metric"]))]
+    several = any(len(c.trials) > 1 for c in configurations(summary))
+    title = f"{summary['name']}: last round{', mean ± standard deviation over seeds' if several else ''}"
+    result = Table(title=title, title_justify="left")
     for column in ("", "trial", "name", "status", *shown, "seconds"):
         result.add_column(column, justify="left" if column in ("", "trial", "name", "status") else "right")
-    for t in summary["trials"]:
-        values = [_number(t["last"].get(m)) for m in shown]
-        mark = "*" if best is not None and t["id"] == best["id"] else ""
-        result.add_row(mark, t["id"], t["name"], t["status"], *values, f"{t['seconds']:.1f}")
+    for c in configurations(summary):
+        mark = "*" if winner is not None and c.trials == winner.trials else ""
+        ids, states = ([t[key] for t in c.trials] for key in ("id", "status"))
+        status = states[0] if len(set(states)) == 1 else f"{states.count('FINISHED')} of {len(states)} FINISHED"
+        seconds = f"{sum(t['seconds'] for t in c.trials):.1f}"
+        result.add_row(mark, " ".join(ids), c.name, status, *(c.show(m) for m in shown), seconds)
     return result
 
 
 def markdown(summary: Mapping[str, Any], metrics: Sequence[str] = HEADLINE) -> str:
-    """Return the trials as a Markdown table, for notes."""
-    rows = [["trial", "name", "status", *metrics]]
-    for trial in summary["trials"]:
-        rows.append([trial["id"], trial["name"], trial["status"], *(_number(trial["last"].get(m)) for m in metrics)])
+    """Return the configurations as a Markdown table, for notes and READMEs."""
+    rows = [["name", "seeds", *metrics]]
+    for c in configurations(summary):
+        rows.append([c.name, str(len(c.values(metrics[0]) or c.trials)), *(c.show(m) for m in metrics)])
     head, *body = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+def main() -> int:
+    """Run `python -m orchestrator.summary DIR/NAME [METRIC...]`: print a sweep's results as a Markdown table."""
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.summary", description=main.__doc__)
+    parser.add_argument("directory", type=Path, metavar="DIR/NAME")
+    parser.add_argument("metrics", nargs="*", metavar="METRIC", help=f"default: {' '.join(HEADLINE)}")
+    options = parser.parse_args()
+    path = options.directory / "summary.json"
+    if not path.is_file():
+        parser.error(f"{path} does not exist; give the directory of a sweep that has ended")
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    sys.stdout.write(markdown(summary, options.metrics or HEADLINE) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -106,12 +107,14 @@ def run(options: argparse.Namespace, console: Console) -> int:
         # The second signal ends us at once; the first still leaves everything in order.
         _settle(folder, status, mirror)
         found = results.write_summary(folder, sweep.search, {p.id: mirror.run_id(p.id) for p in points})
-        best = results.best_trial(found)
+        best = results.best(found)
         owed = mirror.close(
             status if status != "FINISHED" or _all_well(found) else "FAILED",
             summary=folder / "summary.json",
             note=_note(found, options),
-            metrics={} if best is None else {f"best/{k}": v for k, v in best["last"].items() if "/acc" in k},
+            metrics={}
+            if best is None
+            else {f"best/{m}": mean(best.values(m)) for m in results.HEADLINE if best.values(m)},
             timeout=30.0 if status == "FINISHED" else 8.0,
         )
         _tell(found, best, folder, uri, owed, mirror, console)
@@ -279,7 +282,7 @@ def _note(found: Mapping[str, Any], options: argparse.Namespace) -> str:
 
 def _tell(
     found: Mapping[str, Any],
-    best: Mapping[str, Any] | None,
+    best: results.Configuration | None,
     folder: Path,
     uri: str,
     owed: int,
@@ -296,8 +299,10 @@ def _tell(
             console.print(text, markup=False, highlight=False, soft_wrap=True)
     if best is not None:
         goal = "highest" if found["mode"] == "max" else "lowest"
-        value = best["last"][found["metric"]]
-        text = f"best: trial {best['id']} ({best['name']}): {goal} {found['metric']} in the last round, {value:.4f}"
+        ids = ", ".join(t["id"] for t in best.trials)
+        text = (
+            f"best: {best.name} (trial {ids}): {goal} {found['metric']} in the last round, {best.show(found['metric'])}"
+        )
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(f"results: {folder}", highlight=False)
     if owed:

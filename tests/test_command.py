@@ -97,7 +97,7 @@ def test_a_sweep_with_a_trial_that_fails(tmp_path):
     assert (folder / "trials/0000/artifacts/2-finetune.tune/per_client.csv").exists()
     assert (folder / "trials/0000/artifacts/split.npz").exists()
 
-    assert "best: trial 0000" in out
+    assert "best: fedavg+finetune lr=0.05 (trial 0000): highest generic/acc in the last round, 0." in out
     assert "trial 0001 failed: client" in out
     assert f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/out/mlflow.db" in out
 
