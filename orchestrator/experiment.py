@@ -355,7 +355,18 @@ def _override(root: Document, override: str) -> None:
     if not equals or not all(keys.split(".")):
         raise InputError([f"{flag}: must be dotted.path=value"])
     root.put(keys.split("."), parse(value, lambda line, column: flag), _SHORT)
+    for case in root.value.get("cases") or []:
+        _forget(case, keys.split("."))
     _spell_out(root)
+
+
+def _forget(case: Any, keys: Sequence[str]) -> None:
+    """Take a leaf out of a case, so that what was set for all holds there too."""
+    if isinstance(case, dict) and keys[0] in case:
+        if len(keys) == 1:
+            del case[keys[0]]
+        else:
+            _forget(case[keys[0]], keys[1:])
 
 
 def _rooted(document: Document) -> Document:

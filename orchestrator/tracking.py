@@ -88,7 +88,9 @@ class Mirror:
         self._closed: dict[str, Any] = old.get("closing") or {}  # how an earlier process closed the sweep
         if old.get("tracking_uri") != _public(self.uri):  # another store has other ids
             old |= NOTHING
-        given = {"tracking_uri": _public(self.uri), "experiment": experiment, "tags": dict(tags), "closing": None}
+        # A sweep that is resumed stays in the experiment that it began in.
+        home = old.get("experiment") or experiment
+        given = {"tracking_uri": _public(self.uri), "experiment": home, "tags": dict(tags), "closing": None}
         self._record: dict[str, Any] = {"sweep": uuid.uuid4().hex, **NOTHING, **old, **given}
         self._keep = True
 

@@ -25,7 +25,7 @@ from orchestrator.client import network
 from orchestrator.data import DataError, Dataset, load
 from orchestrator.driver import data_key, split_for
 from orchestrator.experiment import InputError, Search, Sweep, dump, dump_sweep, read
-from orchestrator.resources import concurrency, share
+from orchestrator.resources import Share, concurrency, share
 from orchestrator.signals import Interrupted, listen
 from orchestrator.space import Trial as Point
 from orchestrator.space import trials as expand
@@ -84,8 +84,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """Check everything, then run what is left to run, then tell what came out."""
     folder, sweep, points = _prepare(options)
     datasets, partitions = _check(points)
+    # What a cluster has is known only once it is joined.
+    at_a_time, shares = (0, {}) if options.address else _shares(points, sweep.search, options)
     if options.dry_run:
-        _show(points, sweep.search, options, console)
+        _show(points, shares, at_a_time, console)
         return 0
     out = options.out.resolve()
     listen()
@@ -195,19 +197,25 @@ def _check(points: Sequence[Point]) -> tuple[dict[str, Dataset], dict[str, str]]
     return datasets, {p.id: digests[p.experiment.data, p.experiment.seed] for p in points}
 
 
-def _show(points: Sequence[Point], search: Search, options: argparse.Namespace, console: Console) -> None:
-    """Print what would run."""
+def _shares(points: Sequence[Point], search: Search, options: argparse.Namespace) -> tuple[int, dict[str, Share]]:
+    """Return how many trials would run at a time on this machine, and what each would get; refuse what cannot fit."""
     cpus = options.num_cpus if options.num_cpus is not None else float(os.cpu_count() or 1)
     gpus = options.num_gpus if options.num_gpus is not None else float(torch.cuda.device_count())
     here = [{"CPU": cpus, "GPU": gpus, "node:here": 1.0}]
     at_a_time = concurrency([p.experiment for p in points], search.concurrent, here)
+    return at_a_time, {p.id: share(p.experiment, here, at_a_time, "here") for p in points}
+
+
+def _show(points: Sequence[Point], shares: Mapping[str, Share], at_a_time: int, console: Console) -> None:
+    """Print what would run."""
     for point in points:
-        got = share(point.experiment, here, at_a_time, "here") if not options.address else None
         console.print(f"# trial {point.id}: {point.name}", markup=False, highlight=False)
-        if got is not None:
+        if point.id in shares:
+            got = shares[point.id]
             console.print(f"# asks for {got.actors} client actor(s) with {got.cpu:g} CPU and {got.gpu:g} GPU each")
         console.print(dump(point.experiment), markup=False, highlight=False)
-    console.print(f"{len(points)} trial(s), {at_a_time} at a time on this machine; nothing was started.")
+    where = f", {at_a_time} at a time on this machine" if shares else ""
+    console.print(f"{len(points)} trial(s){where}; nothing was started.")
 
 
 def _write(

@@ -27,6 +27,9 @@ experiment:
 """
 
 
+PLAIN = "data: {name: digits, clients: 6}\nclients_per_round: 3\n"
+
+
 def command(*arguments, **options):
     return subprocess.Popen(
         [sys.executable, "-m", "orchestrator.tune", *map(str, arguments)],
@@ -121,14 +124,17 @@ def test_a_sweep_with_a_trial_that_fails(tmp_path):
     assert "git.revision" in parents[0].data.tags
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL], ids=lambda s: s.name
+)
 def test_an_interrupted_run_is_resumed_to_the_same_bits(tmp_path, sent):
     """Stop it in the middle of its rounds; the second command ends it as if nothing had happened."""
     settings = ["algorithm=[fedavg, {finetune: {epochs: 1}}]", "rounds=40", "evaluate.every=10", "local={batch: 16}"]
-    settings += ["failures.checkpoint_s=0", "data.clients=6", "clients_per_round=3"]
+    settings += ["failures.checkpoint_s=0"]
     changes = [word for setting in settings for word in ("--set", setting)]
     common = ["--out", tmp_path, "--name", "broken", "--num-cpus", 1]
-    process = command(*common, *changes)
+    (tmp_path / "plain.yaml").write_text(PLAIN)
+    process = command(tmp_path / "plain.yaml", *common, *changes)
     trial = tmp_path / "broken" / "trials" / "0000"
     deadline = time.monotonic() + 120
     while len((trial / "metrics.jsonl").read_text().splitlines() if (trial / "metrics.jsonl").exists() else []) < 7:
@@ -192,19 +198,21 @@ def test_mistakes_that_need_the_data_are_found_before_ray_starts(tmp_path, argum
 
 
 def test_what_the_machine_cannot_hold_is_refused_at_once(tmp_path):
-    code, _, err = run("--out", tmp_path, "--num-cpus", 2, "--set", "cluster.actors=64")
+    code, _, err = run("--out", tmp_path / "out", "--num-cpus", 2, "--set", "cluster.actors=64")
     assert code == 2
     assert "asks for 64 client actors with 1 CPU" in err
     assert "has 2 CPU" in err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_dry_run_shows_everything_and_starts_nothing(tmp_path):
-    code, out, err = run("--dry-run", "--out", tmp_path, "--set", "seed=!grid [0,1]", "--set", "algorithm=fedavg")
+    (tmp_path / "plain.yaml").write_text(PLAIN)
+    code, out, err = run(tmp_path / "plain.yaml", "--dry-run", "--out", tmp_path / "out", "--set", "seed=!grid [0,1]")
     assert code == 0, err
     assert "2 trial(s)" in out
     first = out.split("# trial 0001")[0].split("\n", 1)[1]
     assert Experiment.model_validate(yaml.safe_load(first)).rounds == 20
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "out").exists()
 
 
 def test_early_stopping_ends_the_worst_in_their_first_phase(tmp_path):
@@ -223,6 +231,5 @@ def test_early_stopping_ends_the_worst_in_their_first_phase(tmp_path):
     stopped = [t for t in trials if t["status"] == "STOPPED"]
     assert stopped
     assert "stopped" in out
-    assert trials[0]["status"] == "FINISHED"
-    assert all(t["params"]["local.lr"] < 0.01 for t in stopped)
+    assert {t["status"] for t in trials} == {"STOPPED", "FINISHED"}
     assert all(t["best_at"]["train/loss"]["phase"] == "fedavg.train" for t in stopped)

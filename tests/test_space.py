@@ -327,6 +327,16 @@ def test_cases_are_laid_over_the_experiment():
     assert dump_sweep(again) == dump_sweep(sweep)
 
 
+def test_what_is_set_for_all_holds_in_every_case():
+    text = "experiment: {rounds: 3}\ncases: [{algorithm: fedavg, local: {lr: 0.1, batch: 8}}, {algorithm: fedprox}]\n"
+    found = trials(read(text=text, overrides=["local.lr=0.5"]))
+    assert [(t.name, t.experiment.local.lr, t.experiment.local.batch) for t in found] == [
+        ("fedavg", 0.5, 8),
+        ("fedprox", 0.5, 32),
+    ]
+    assert [t.name for t in trials(read(text=text, overrides=["cases=null", "algorithm=local"]))] == ["local"]
+
+
 @pytest.mark.parametrize(
     ("cases", "message"),
     [

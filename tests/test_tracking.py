@@ -123,7 +123,9 @@ def test_a_sweep_is_mirrored_while_it_runs(uri, sweep):
     m.start()
     m.watch("0000")
     sweep.rounds("0000", 1, 5)
-    wait(lambda: m.run_id("0000") and len(history(uri, m.run_id("0000"), "generic/acc")) == 5)
+    # MLflow stores a batch's metrics before its tags.
+    wait(lambda: m.run_id("0000") and "orchestrator.phase" in client(uri).get_run(m.run_id("0000")).data.tags)
+    wait(lambda: len(history(uri, m.run_id("0000"), "generic/acc")) == 5)
     run = client(uri).get_run(m.run_id("0000"))
     assert run.info.status == "RUNNING"
     assert run.data.tags["orchestrator.phase"] == "fedavg.train"
@@ -465,7 +467,7 @@ class Server:
         self.uri = f"http://127.0.0.1:{self.port}"
         self.store = tracking.default_uri(folder)
         tracking.prepare(self.store, folder / "artifacts")
-        self.artifacts = folder / "artifacts"
+        self.artifacts, self.log = folder / "artifacts", folder / "log"
 
     def __enter__(self):
         options = f"--backend-store-uri {self.store} --artifacts-destination {self.artifacts} --workers 1"
@@ -473,15 +475,15 @@ class Server:
         self.process = subprocess.Popen(
             [*command, *options.split()],
             env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stdout=self.log.open("wb"),
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         try:
             wait(self.healthy, 90)
-        except BaseException:
+        except AssertionError:
             self.__exit__()
-            raise
+            raise AssertionError(f"the server did not come up: {self.log.read_text()}") from None
         return self
 
     def __exit__(self, *_):
