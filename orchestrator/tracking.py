@@ -210,9 +210,7 @@ class Mirror:
         name, key = self._record["experiment"], self._record["sweep"]
         found = client.get_experiment_by_name(name)
         location = artifacts.as_uri() if _is_database(self.uri) else None
-        # The kind makes the UI open on runs and their charts.
-        kind = {"mlflow.experimentKind": "custom_model_development"}
-        experiment = found.experiment_id if found else client.create_experiment(name, location, kind)
+        experiment = found.experiment_id if found else client.create_experiment(name, location)
         parent = _find(client, experiment, key)
         if parent is None or parent != self._record["parent"]:  # another store, or ours was emptied: send all again
             self._save(**NOTHING)
