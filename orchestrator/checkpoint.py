@@ -191,9 +191,9 @@ class RunDirectory:
             memory |= self._get(pack)
         return self._get(name), memory
 
-    def clear(self) -> None:
-        """Forget the checkpoint."""
-        (self.checkpoints / "manifest.json").unlink(missing_ok=True)
+    def forget_clients(self) -> None:
+        """Leave the clients' memories of an algorithm that is done out of the next checkpoint."""
+        self._packs = []
 
     def _put(self, name: str, value: Any) -> None:
         store: dict[str, Tensor] = {}

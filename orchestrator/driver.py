@@ -159,6 +159,8 @@ class Driver:
         self.memory: dict[int, dict[str, Any]] = {}
         self._origin = self.engine.put(self.origin)
         self._changed = set()
+        if self.directory:
+            self.directory.forget_clients()
 
     def advance(self) -> dict[str, Any]:
         """Run the next round, evaluate if it is due, write it down, and return its line of the log."""
@@ -250,8 +252,8 @@ class Driver:
 
     def _remembered(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Return what these clients remember, this round's own changes included."""
-        known = self.memory | self._pending if self._pending else self.memory
-        return {id: known[id] for id in ids if id in known}
+        found = {id: self._pending.get(id, self.memory.get(id)) for id in ids}
+        return {id: memory for id, memory in found.items() if memory is not None}
 
     # Evaluation ----------------------------------------------------------------------------------------------------
 

@@ -85,6 +85,19 @@ def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path):
         assert [line["round"] for line in again.directory.lines()] == list(range(1, len(whole.plan) + 1))
 
 
+def test_what_clients_remember_ends_with_their_algorithm(tmp_path):
+    """Two algorithms that remember, one after another: a resumed run has nothing left of the first one's memory."""
+    chain = {"algorithm": [{"mupfl": QUICK["mupfl"]}, "local"], "failures": {"checkpoint_s": 0}}
+    whole = finish(driver(tiny(**chain), tmp_path / "whole"))
+    for stop in range(1, len(whole.plan)):
+        broken = driver(tiny(**chain), tmp_path / str(stop))
+        for _ in range(stop):
+            broken.advance()
+        assert finish(driver(tiny(**chain), tmp_path / str(stop))).fingerprint() == whole.fingerprint()
+    again = driver(tiny(**chain), tmp_path / "whole")
+    assert {frozenset(memory) for memory in again.memory.values()} == {frozenset({"w"})}
+
+
 @pytest.fixture(scope="module")
 def pools(ray_cluster):
     """Pools of one, two and three actors, which serve one algorithm after another."""
