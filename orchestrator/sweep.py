@@ -19,7 +19,7 @@ from rich.console import Console
 
 from orchestrator.checkpoint import set_status, status_of
 from orchestrator.data import Dataset
-from orchestrator.experiment import Search
+from orchestrator.experiment import InputError, Search
 from orchestrator.resources import concurrency, share
 from orchestrator.signals import interruptible, listen
 from orchestrator.space import Trial as Point
@@ -131,7 +131,11 @@ def _cluster(options: argparse.Namespace, console: Console) -> Iterator[None]:
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     temporary = None
     if options.address:
-        ray.init(address=options.address, **common)
+        try:
+            ray.init(address=options.address, **common)
+        except ConnectionError as error:
+            hint = "is it running, and does ~/.ray/auth_token hold the token of that cluster?"
+            raise InputError([f"--address {options.address}: {error}; {hint}"]) from None
     else:
         temporary = tempfile.mkdtemp(prefix="fedtail-")
         ray.init(
@@ -143,6 +147,9 @@ def _cluster(options: argparse.Namespace, console: Console) -> Iterator[None]:
             **common,
         )
     listen()
+    token = Path.home() / ".ray" / "auth_token"
+    if token.exists():
+        token.chmod(0o600)  # Ray writes it as the umask has it
     try:
         if not options.quiet:
             console.print(_machine(), highlight=False)

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -70,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments().parse_args(argv)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if options.address and (Path.home() / ".ray" / "auth_token").exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # a cluster asks for it, but Ray offers it only when told to
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
         return run(options, console)
@@ -84,6 +87,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """Check everything, then run what is left to run, then tell what came out."""
     folder, sweep, points = _prepare(options)
     datasets, partitions = _check(points)
+    if options.address:
+        _knock(options.address)
     # What a cluster has is known only once it is joined.
     at_a_time, shares = (0, {}) if options.address else _shares(points, sweep.search, options)
     if options.dry_run:
@@ -195,6 +200,18 @@ def _check(points: Sequence[Point]) -> tuple[dict[str, Dataset], dict[str, str]]
                 raise InputError([f"model: {error}"]) from None
             built.add(form)
     return datasets, {p.id: digests[p.experiment.data, p.experiment.seed] for p in points}
+
+
+def _knock(address: str) -> None:
+    """Refuse the address of a cluster where nobody answers, for which Ray would wait minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+        except OSError as error:
+            raise InputError(
+                [f"--address {address}: nobody answers there ({error}); start the cluster first"]
+            ) from None
 
 
 def _shares(points: Sequence[Point], search: Search, options: argparse.Namespace) -> tuple[int, dict[str, Share]]:

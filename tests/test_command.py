@@ -182,6 +182,7 @@ def test_wrong_input_is_answered_in_a_line_and_nothing_starts(tmp_path):
     [
         (["--name", "../x"], "--name '../x': use letters"),
         (["--resume", "--name", "nothing"], "there is no sweep in"),
+        (["--address", "127.0.0.1:9"], "--address 127.0.0.1:9: nobody answers there"),
         (["--set", "data.clients=5000"], "5000 clients"),
         (["--set", "model=resnet50"], "model: "),
         (["--set", "data.name=cifar10", "--set", "data.root=nowhere"], "cifar10"),
