@@ -72,6 +72,10 @@ class Sum:
             raise ValueError(f"clients sent different terms: {sorted(self._terms)} and {sorted(other._terms)}")
         return Sum(**{k: _plus(_wide(v), _wide(other._terms[k])) for k, v in self._terms.items()})
 
+    def to(self, device: torch.device) -> Sum:
+        """Move every term to a device."""
+        return Sum(**{k: _moved(v, device) for k, v in self._terms.items()})
+
     def widen(self) -> Sum:
         """Return the same terms in the precision in which they are added."""
         return Sum(**{k: _wide(v) for k, v in self._terms.items()})
@@ -90,6 +94,12 @@ def _wide(value: Any) -> Any:
     if isinstance(value, Params) or (isinstance(value, Tensor) and value.is_floating_point()):
         return value.to(torch.float64)
     return value
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, dict):
+        return {k: _moved(v, device) for k, v in value.items()}
+    return value.to(device) if isinstance(value, Params | Tensor) else value
 
 
 def _plus(a: Any, b: Any) -> Any:

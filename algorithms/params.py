@@ -42,8 +42,8 @@ class Params(Mapping[str, Tensor]):
         """Lay named tensors out in one vector each, in the order given."""
         parts = weights, {k: v for k, v in (buffers or {}).items() if v.is_floating_point()}
         layout = Layout(*(tuple((k, tuple(v.shape)) for k, v in part.items()) for part in parts))
-        flats = (torch.cat([v.detach().reshape(-1) for v in p.values()]) if p else torch.zeros(0) for p in parts)
-        return cls(layout, *flats)
+        empty = next(iter(weights.values())).detach().new_zeros(0) if weights else torch.zeros(0)
+        return cls(layout, *(torch.cat([empty, *(v.detach().reshape(-1) for v in part.values())]) for part in parts))
 
     # A mapping from names to views of the vectors -------------------------------------------------------------
 

@@ -54,6 +54,7 @@ class Pool:
 
     def load(self, experiment: Experiment, dataset: Any, split: Split) -> None:
         """Make all actors serve an experiment; the data set is a reference into the object store."""
+        self.restarts = 0
         self._load = experiment, dataset, ray.put(split)
         self._sizes = split.counts.sum(1)
         self.failures = experiment.failures
@@ -121,6 +122,7 @@ class Pool:
     def _bury(self, actor: Any, job: Job, attempts: int, error: RayError) -> None:
         """Replace an actor that died during a job."""
         self.where.pop(actor, None)
+        ray.kill(actor)  # it may only be out of reach, and would keep its place
         if attempts >= self.failures.retries:
             raise RuntimeError(
                 f"clients {list(job.ids)} lost their actor {attempts + 1} times in round {job.round}; the last reason: "

@@ -160,6 +160,9 @@ class RunDirectory:
     def save(self, round: int, run: Mapping[str, Any], memory: Mapping[int, Any], changed: set[int]) -> None:
         """Write the run's state and the memories of the clients that changed; the manifest's rename commits."""
         before, pack = set(self._hashes), f"clients-{round:06d}.safetensors"
+        if self._log.exists():  # a checkpoint never knows more rounds than the log, not even after a power failure
+            with self._log.open("rb") as file:
+                os.fsync(file.fileno())
         if len(self._packs) >= PACKS:
             self._packs, changed = [], set(memory)
         if changed:

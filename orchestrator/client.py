@@ -78,9 +78,20 @@ def place(value: Any, device: torch.device) -> Any:
         return {k: place(v, device) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(place(v, device) for v in value)
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, float):
+        return float(value)  # also what is a subclass of it, as numpy's is
+    if value is None or isinstance(value, bool | int | str):
         return value
     raise TypeError(f"a state or message may hold tensors, Params, numbers, text, lists and dicts, not {type(value)}")
+
+
+def own(value: Any) -> Any:
+    """Return a copy that shares no memory with whoever sent the value."""
+    if isinstance(value, Params | Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        return {k: own(v) for k, v in value.items()}
+    return type(value)(own(v) for v in value) if isinstance(value, list | tuple) else value
 
 
 def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -375,7 +386,7 @@ class Worker:
             else:
                 key = job.keys[id]
                 result.sums[key] = result.sums[key] + value if key in result.sums else value.widen()
-        result.sums = {k: Sum(**{n: _to_cpu(t) for n, t in s.terms().items()}) for k, s in result.sums.items()}
+        result.sums = {key: total.to(CPU) for key, total in result.sums.items()}
 
     @contextmanager
     def predicting(self) -> Iterator[None]:
@@ -403,9 +414,3 @@ def network(experiment: Experiment, dataset: Dataset) -> models.Network:
 
 def _as_it_is(x: Tensor, rng: torch.Generator) -> Tensor:
     return x
-
-
-def _to_cpu(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _to_cpu(v) for k, v in value.items()}
-    return value.to(CPU) if isinstance(value, Params | Tensor) else value

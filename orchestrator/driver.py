@@ -14,13 +14,13 @@ import torch
 
 from algorithms.base import Algorithm, Phase, State, Sum
 from algorithms.params import Params
-from orchestrator.checkpoint import RunDirectory, fingerprint
-from orchestrator.client import CPU, SAMPLING, SERVER, Job, Result, Worker, network, place, size, stream
+from orchestrator.checkpoint import CheckpointError, RunDirectory, fingerprint
+from orchestrator.client import CPU, SAMPLING, SERVER, Job, Result, Worker, network, own, place, size, stream
 from orchestrator.data import Dataset, Split, split
 from orchestrator.evaluate import Scores, SortedTest
 from orchestrator.experiment import Experiment
 
-JOBS = 32  #: a call is cut into at most this many jobs, whoever runs them
+JOBS = 64  #: a call is cut into at most this many jobs, whoever runs them
 
 
 def data_key(experiment: Experiment) -> str:
@@ -71,7 +71,8 @@ class InProcess:
 
 def cut(ids: Sequence[int]) -> list[tuple[int, ...]]:
     """Cut the sampled clients into jobs by a rule that looks at nothing else, so that sums always fold alike."""
-    return [tuple(part.tolist()) for part in np.array_split(np.array(ids, dtype=int), min(JOBS, len(ids))) if len(part)]
+    jobs = max(1, min(JOBS, len(ids)))
+    return [tuple(part.tolist()) for part in np.array_split(np.array(ids, dtype=int), jobs) if len(part)]
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Turn:
     number: int  #: of the phase, from 0
     round: int  #: within the phase, from 0
     rounds: int  #: of the phase
+    index: int  #: of all rounds but those of phases that prepare: what draws and learning rates go by
 
     @property
     def last(self) -> bool:
@@ -109,12 +111,13 @@ class Cohort:
         for result in self._driver.call(sorted(key), local.__name__, shared, keys=key):
             for k, part in result.sums.items():
                 totals[k] = totals[k] + part if k in totals else part
-        return totals
+        return {k: total.to(self._driver.device) for k, total in totals.items()}
 
     def map(self, local: Callable[..., Any], *shared: Any, each: Mapping[int, Any] | None = None) -> dict[int, Any]:
         """Run a client method on every client and return each one's value; `each` adds an argument per client."""
         results = self._driver.call(self.ids, local.__name__, shared, each=each)
-        return {id: value for result in results for id, value in result.values.items()}
+        values = {id: value for result in results for id, value in result.values.items()}
+        return place(values, self._driver.device)  # type: ignore[no-any-return]
 
     def only(self, ids: Sequence[int]) -> Cohort:
         """Return the cohort of just these clients of the population."""
@@ -125,9 +128,16 @@ class Driver:
     """Runs an experiment round by round and owns what must not be lost: the server's and all clients' memory."""
 
     def __init__(
-        self, experiment: Experiment, dataset: Dataset, split: Split, engine: Engine, directory: Path | None = None
+        self,
+        experiment: Experiment,
+        dataset: Dataset,
+        split: Split,
+        engine: Engine,
+        directory: Path | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.experiment, self.dataset, self.split, self.engine = experiment, dataset, split, engine
+        self.device = device  # where the server's half computes; what is kept is on the CPU
         self.parts: tuple[Algorithm, ...] = experiment.chain().parts
         self.plan = _plan(experiment)
         self.selectable = np.flatnonzero(split.counts.sum(1) > 0).tolist()
@@ -174,9 +184,10 @@ class Driver:
         seed = self.experiment.seed
         rng = np.random.default_rng(stream(seed, SERVER, self.round))
         torch.manual_seed(stream(seed, SERVER, self.round, 1))
-        turn.phase.step(self.server, Cohort(self, self._draw(turn), turn, rng))  # type: ignore[arg-type]
+        server = State(place(self.server.fields(), self.device))
+        turn.phase.step(server, Cohort(self, self._draw(turn), turn, rng))  # type: ignore[arg-type]
         # The round is in: only now it counts.
-        self.server = State(place(self.server.fields(), CPU))
+        self.server = State(place(server.fields(), CPU))
         self.memory |= self._pending
         self._changed |= set(self._pending)
         self.round += 1
@@ -209,7 +220,7 @@ class Driver:
         wanted = self.experiment.clients_per_round
         if turn.phase.everyone or wanted is None or wanted >= len(self.selectable):
             return list(self.selectable)
-        rng = np.random.default_rng(stream(self.experiment.seed, SAMPLING, self.round))
+        rng = np.random.default_rng(stream(self.experiment.seed, SAMPLING, turn.index))
         return sorted(rng.choice(self.selectable, wanted, replace=False).tolist())
 
     def call(
@@ -223,7 +234,8 @@ class Driver:
         """Run a client method on clients, and keep what they remember until the round is in."""
         shared, each = place(shared, CPU), None if each is None else place(each, CPU)
         local = self.experiment.local
-        lr = local.lr if local.schedule is None else local.schedule.rate(local.lr, self.round)
+        index = self.plan[self.round].index
+        lr = local.lr if local.schedule is None else local.schedule.rate(local.lr, index)
         job = Job(
             "run", self.part, method, (), self.round, self._calls, lr,
             proxy=self.proxy, skip_bad=self.experiment.failures.bad_update == "skip",
@@ -242,11 +254,12 @@ class Driver:
         self._calls += 1
         self._down += size(shared) * len(ids) + (0 if each is None else size(each))
         for result in results:
-            self._pending |= result.memory
+            # Copied: what Ray hands out lies in its object store, and would keep the whole result there.
+            self._pending |= {id: own(memory) for id, memory in result.memory.items()}
             self._rejected |= result.rejected
             self._loss, self._steps = self._loss + result.loss, self._steps + result.steps
             self._up += result.bytes_up
-        if not any(result.sums or result.values for result in results):
+        if ids and not any(result.sums or result.values for result in results):
             raise RuntimeError(f"no usable update from any of the {len(ids)} clients of round {self.round}")
         return results
 
@@ -326,6 +339,11 @@ class Driver:
             return False
         run, memory = loaded
         self.history = [line for line in self.directory.lines() if line["round"] <= run["round"]]
+        if len(self.history) != run["round"]:
+            raise CheckpointError(
+                f"{self.directory.path}/metrics.jsonl has {len(self.history)} of the {run['round']} rounds of the "
+                "checkpoint; remove the trial's directory to run it anew"
+            )
         self.round, self.part, self.origin = run["round"], run["part"], run["origin"]
         self.server, self.memory, self.proxy = State(run["server"]), memory, run["proxy"]
         self._origin = self.engine.put(self.origin)
@@ -342,10 +360,11 @@ class Driver:
 
 def _plan(experiment: Experiment) -> list[Turn]:
     """Lay out all rounds of all phases."""
-    chain = experiment.chain()
-    return [
-        Turn(part, phase, f"{chain.parts[part].name}.{phase.step.__name__}", number, round, rounds)
-        for number, (part, phase) in enumerate(chain.phases())
-        for rounds in [experiment.rounds if phase.rounds is None else phase.rounds]
-        for round in range(rounds)
-    ]
+    chain, turns, counted = experiment.chain(), list[Turn](), 0
+    for number, (part, phase) in enumerate(chain.phases()):
+        rounds = experiment.rounds if phase.rounds is None else phase.rounds
+        name = f"{chain.parts[part].name}.{phase.step.__name__}"
+        for round in range(rounds):
+            turns.append(Turn(part, phase, name, number, round, rounds, counted))
+            counted += phase.scored
+    return turns

@@ -208,7 +208,7 @@ class Experiment(Part):
     local: Local = Local()
     rounds: Count = 20
     clients_per_round: Count = Field(default=None, validate_default=True)
-    seed: Annotated[Whole, Field(ge=0)] = 0
+    seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
     evaluate: Evaluate = Evaluate()
     failures: Failures = Failures()
     cluster: Cluster = Cluster()
@@ -346,7 +346,7 @@ def _cases(root: Document, cases: Any) -> tuple[dict[str, Any], ...]:
         return ()
     if not isinstance(cases, list) or not cases or not all(isinstance(case, dict) for case in cases):
         raise InputError([told(root.place(("cases",)), "cases", "must be a list of parts of an experiment")])
-    return tuple(case | ({"algorithm": listed(case["algorithm"])} if "algorithm" in case else {}) for case in cases)
+    return tuple(cases)
 
 
 def _override(root: Document, override: str) -> None:
@@ -354,19 +354,19 @@ def _override(root: Document, override: str) -> None:
     flag = f"--set {override}"
     if not equals or not all(keys.split(".")):
         raise InputError([f"{flag}: must be dotted.path=value"])
-    root.put(keys.split("."), parse(value, lambda line, column: flag), _SHORT)
-    for case in root.value.get("cases") or []:
-        _forget(case, keys.split("."))
+    path = keys.split(".")
+    cases = root.value.get("cases") if isinstance(root.value.get("cases"), list) else []
+    # What a case says for itself hides what the experiment says: set it there too, wherever the path leads somewhere.
+    told_apart = [Document(case, {}) for case in cases if isinstance(case, dict) and path[0] in case]
+    errors = []
+    for document in ([] if cases and len(told_apart) == len(cases) else [root]) + told_apart:
+        try:
+            document.put(path, parse(value, lambda line, column: flag), _SHORT)
+        except InputError as error:
+            errors.append(error)
+    if errors and len(errors) >= max(1, len(told_apart)):
+        raise errors[0]
     _spell_out(root)
-
-
-def _forget(case: Any, keys: Sequence[str]) -> None:
-    """Take a leaf out of a case, so that what was set for all holds there too."""
-    if isinstance(case, dict) and keys[0] in case:
-        if len(keys) == 1:
-            del case[keys[0]]
-        else:
-            _forget(case[keys[0]], keys[1:])
 
 
 def _rooted(document: Document) -> Document:
@@ -405,6 +405,10 @@ def _spell_out(root: Document) -> None:
         root.places |= {("algorithm", 0, *at[1:]): where for at, where in moved.items()}
     if "algorithm" in root.value:
         root.value["algorithm"] = listed(chain)
+    cases = root.value.get("cases")
+    for case in cases if isinstance(cases, list) else []:
+        if isinstance(case, dict) and "algorithm" in case:
+            case["algorithm"] = listed(case["algorithm"])
 
 
 def read_experiment(path: Path) -> Experiment:
@@ -420,6 +424,23 @@ def read_experiment(path: Path) -> Experiment:
 def dump(experiment: Experiment) -> str:
     """Write a resolved experiment as YAML that reads back to an equal one."""
     return emit(experiment.model_dump(mode="json"))
+
+
+def filled_in(sweep: Sweep) -> Sweep:
+    """Return the sweep with the defaults of today written out, so that it means the same tomorrow."""
+    parts: dict[str, type[Part]] = {
+        "data": Data,
+        "local": Local,
+        "evaluate": Evaluate,
+        "failures": Failures,
+        "cluster": Cluster,
+    }
+    tree = dict(sweep.experiment)
+    for name, part in parts.items():
+        if isinstance(tree.get(name, {}), dict):
+            tree[name] = part().model_dump(mode="json") | tree.get(name, {})
+    tree = {"rounds": Experiment().rounds, "seed": 0} | tree
+    return Sweep(sweep.search, tree, sweep.document, sweep.cases)
 
 
 def dump_sweep(sweep: Sweep) -> str:

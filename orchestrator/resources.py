@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from orchestrator.driver import JOBS
 from orchestrator.experiment import Experiment, InputError
 
 Nodes = Sequence[Mapping[str, float]]  # the resources of each machine
@@ -29,27 +30,33 @@ class Share:
 
 
 def concurrency(experiments: Sequence[Experiment], wanted: int | None, nodes: Nodes) -> int:
-    """Return how many trials run at a time: as asked, or one per slot for an actor."""
+    """Return how many trials run at a time: as asked, or as many as there is room for."""
     cpus = sum(node.get("CPU", 0.0) for node in nodes)
-    slots = int(cpus / max(e.cluster.cpu_per_actor for e in experiments))
-    return max(1, min(len(experiments), wanted if wanted is not None else slots))
+    most = int(cpus / max(e.cluster.cpu_per_actor * _fixed_actors(e) for e in experiments))
+    return max(1, min(len(experiments), most if wanted is None else wanted))
+
+
+def _fixed_actors(experiment: Experiment) -> int:
+    """Return how many actors a trial insists on; an automatic number can always be one."""
+    asked = experiment.cluster.actors
+    return experiment.data.clients if asked == "per_client" else 1 if asked == "auto" else asked
 
 
 def share(experiment: Experiment, nodes: Nodes, concurrent: int, node: str) -> Share:
     """Return a trial's share; raise an InputError that compares requested with available if it cannot fit."""
     cluster = experiment.cluster
     cpus, gpus = (sum(n.get(kind, 0.0) for n in nodes) for kind in ("CPU", "GPU"))
-    per_round = experiment.clients_per_round or experiment.data.clients
-    if cluster.actors == "per_client":
-        actors = experiment.data.clients
-    elif cluster.actors == "auto":
-        actors = max(1, min(per_round, int(cpus / cluster.cpu_per_actor / concurrent)))
-    else:
-        actors = cluster.actors
+    actors = _fixed_actors(experiment)
+    if cluster.actors == "auto":
+        slots = cpus / cluster.cpu_per_actor
+        if cluster.gpu_per_actor != "auto" and cluster.gpu_per_actor > 0:
+            slots = min(slots, sum(int(n.get("GPU", 0.0) / cluster.gpu_per_actor + 1e-9) for n in nodes))
+        actors = max(1, min(experiment.clients_per_round, JOBS, int(slots / concurrent)))
     if cluster.gpu_per_actor != "auto":
         gpu = cluster.gpu_per_actor
     else:
-        gpu = 1 / math.ceil(actors * concurrent / gpus) if gpus else 0.0
+        left = gpus - concurrent * cluster.driver_gpu
+        gpu = 1 / math.ceil(actors * concurrent / left) if left > 0 else 0.0
     wanted = Share(actors, cluster.cpu_per_actor, gpu, cluster.driver_gpu, node)
     if not _fits(wanted.bundles(), nodes):
         driver = f" and {wanted.driver_gpu:g} GPU for its driver" if wanted.driver_gpu else ""

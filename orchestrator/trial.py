@@ -14,6 +14,7 @@ from ray import tune
 
 from orchestrator.actors import Pool
 from orchestrator.checkpoint import set_status, write_json
+from orchestrator.client import ClientFailed, claim
 from orchestrator.data import describe
 from orchestrator.driver import Driver, data_key, split_for
 from orchestrator.experiment import Experiment
@@ -53,7 +54,8 @@ class Trial(tune.Trainable):  # type: ignore[misc]
             share = self.shares[self.config["trial"]]
             self.pool = Pool(share.actors, share.cpu, share.gpu)
         self.pool.load(experiment, reference, parts)
-        return Driver(experiment, dataset, parts, self.pool, self.path)
+        device = claim(self.shares[self.config["trial"]].driver_gpu)
+        return Driver(experiment, dataset, parts, self.pool, self.path, device)
 
     def step(self) -> dict[str, Any]:
         """Run until there are scores; phases after the first are one step, since nothing may stop them early."""
@@ -63,6 +65,8 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         except Exception as error:
             # Leave the reason where people look for it.
             set_status(self.path, "FAILED", error=f"{error}\n{traceback.format_exc()}")
+            if isinstance(error, ClientFailed):
+                return {"done": True}  # the same again would only fail again
             raise
 
     def _step(self) -> dict[str, Any]:
@@ -81,7 +85,7 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         """Tune keeps nothing: the run directory is the checkpoint."""
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Nothing to load: `setup` has taken the run up already."""
+        """Nothing to load: `_open` takes the run up."""
 
     def cleanup(self) -> None:
         """End the client actors."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -25,7 +26,7 @@ from orchestrator.checkpoint import set_status, status_of, write, write_json
 from orchestrator.client import network
 from orchestrator.data import DataError, Dataset, load
 from orchestrator.driver import data_key, split_for
-from orchestrator.experiment import InputError, Search, Sweep, dump, dump_sweep, read
+from orchestrator.experiment import InputError, Search, Sweep, dump, dump_sweep, filled_in, read
 from orchestrator.resources import Share, concurrency, share
 from orchestrator.signals import Interrupted, listen
 from orchestrator.space import Trial as Point
@@ -58,12 +59,20 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--resume", action="store_true", help="continue what was interrupted")
     address = os.environ.get("RAY_ADDRESS")
     parser.add_argument("--address", default=address, help="a running Ray cluster (default: start one here)")
-    parser.add_argument("--num-cpus", type=float, help="CPUs to use on this machine")
-    parser.add_argument("--num-gpus", type=float, help="GPUs to use on this machine")
+    parser.add_argument("--num-cpus", type=_amount, help="CPUs to use on this machine")
+    parser.add_argument("--num-gpus", type=_amount, help="GPUs to use on this machine")
     parser.add_argument("--tracking-uri", help="an MLflow server (default: sqlite inside --out)")
     parser.add_argument("--dry-run", action="store_true", help="check everything, show what would run, start nothing")
     parser.add_argument("--quiet", action="store_true", help="print the result only")
     return parser
+
+
+def _amount(text: str) -> float:
+    """Read a number of CPUs or GPUs."""
+    value = float(text)
+    if not 0 <= value < 1e6:
+        raise ValueError
+    return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Check everything, then run what is left to run, then tell what came out."""
+    listen()
     folder, sweep, points = _prepare(options)
+    _check_metric(sweep.search.metric, points)
     datasets, partitions = _check(points)
     if options.address:
         _knock(options.address)
@@ -95,10 +106,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         _show(points, shares, at_a_time, console)
         return 0
     out = options.out.resolve()
-    listen()
     _write(folder, sweep, points, datasets, partitions)
     uri = options.tracking_uri or tracking.default_uri(out)
-    stem = options.file.stem if options.file else "quickstart"
+    stem = _stem(options)
     mirror = tracking.Mirror(uri, folder, experiment=stem, tags=_environment())
     mirror.start()
     status = "FAILED"
@@ -126,8 +136,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
         )
         _tell(found, best, folder, uri, owed, mirror, console)
         if status != "FINISHED":
-            again = f"{sys.executable} -m orchestrator.tune --resume --name {folder.name} --out {out}"
-            console.print(f"to continue, type:\n  {again}", markup=False, highlight=False, soft_wrap=True)
+            words = [sys.executable, "-m", "orchestrator.tune", "--resume", "--name", folder.name, "--out", str(out)]
+            console.print(f"to continue, type:\n  {shlex.join(words)}", markup=False, highlight=False, soft_wrap=True)
     return 0 if _all_well(found) else 1
 
 
@@ -137,7 +147,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 def _prepare(options: argparse.Namespace) -> tuple[Path, Sweep, list[Point]]:
     """Read what to run, and find or choose its directory."""
     out = options.out.resolve()
-    stem = options.file.stem if options.file else "quickstart"
+    stem = _stem(options)
     if options.name is not None and not NAME.fullmatch(options.name):
         raise InputError([f"--name {options.name!r}: use letters, digits, '.', '_', '+' and '-', at most 100 of them"])
     if options.resume:
@@ -160,6 +170,11 @@ def _prepare(options: argparse.Namespace) -> tuple[Path, Sweep, list[Point]]:
     return folder, sweep, points
 
 
+def _stem(options: argparse.Namespace) -> str:
+    """Return the file's name as the beginning of a directory's."""
+    return re.sub(r"[^\w.+-]", "_", options.file.stem).lstrip(".+-")[:90] or "sweep" if options.file else "quickstart"
+
+
 def _taken(out: Path, stem: str) -> list[int]:
     """Return the numbers of the directories stem, stem-2, stem-3 and so on that exist."""
     found = (re.fullmatch(rf"{re.escape(stem)}(?:-(\d+))?", p.name) for p in out.iterdir()) if out.is_dir() else ()
@@ -174,6 +189,17 @@ def _free(out: Path, stem: str) -> str:
 def _newest(out: Path, stem: str) -> str:
     taken = _taken(out, stem)
     return f"{stem}-{taken[-1]}" if taken and taken[-1] > 1 else stem
+
+
+def _check_metric(metric: str, points: Sequence[Point]) -> None:
+    """Refuse to rank by a metric that some trial will not report."""
+    kind = metric.split("/")[0]
+    for point in points:
+        e = point.experiment
+        if kind in ("generic", "personal") and kind not in e.evaluate.what:
+            raise InputError([f"search.metric: {metric} is not reported: evaluate.what lacks '{kind}'"])
+        if kind == "validation" and not (e.data.validation and "personal" in e.evaluate.what):
+            raise InputError([f"search.metric: {metric} needs data.validation > 0 and evaluate.what with 'personal'"])
 
 
 def _check(points: Sequence[Point]) -> tuple[dict[str, Dataset], dict[str, str]]:
@@ -191,7 +217,10 @@ def _check(points: Sequence[Point]) -> tuple[dict[str, Dataset], dict[str, str]]
             datasets[key] = load(experiment.data.name, experiment.data.root)
         cut = experiment.data, experiment.seed
         if cut not in digests:
-            digests[cut] = split_for(experiment, datasets[key]).digest
+            try:
+                digests[cut] = split_for(experiment, datasets[key]).digest
+            except DataError as error:
+                raise InputError([f"data (trial {point.id}): {error}"]) from None
         form = key, experiment.model, tuple(part.experts for part in experiment.chain().parts)
         if form not in built:
             try:
@@ -265,7 +294,8 @@ def _write(
             write(path / "experiment.yaml", dump(e).encode())
             write_json(path / "trial.json", trial)
     # Written last: a directory with it is complete and may be resumed.
-    write(folder / "sweep.yaml", dump_sweep(sweep).encode())
+    if not (folder / "sweep.yaml").exists():
+        write(folder / "sweep.yaml", dump_sweep(filled_in(sweep)).encode())
 
 
 # The end ------------------------------------------------------------------------------------------------
@@ -328,6 +358,9 @@ def _tell(
         text = (
             f"best: {best.name} (trial {ids}): {goal} {found['metric']} in the last round, {best.show(found['metric'])}"
         )
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    elif any(trial["status"] == "FINISHED" for trial in found["trials"]):
+        text = f"no best: no finished trial has reported {found['metric']}, by which the sweep ranks"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(f"results: {folder}", highlight=False)
     if owed:

@@ -174,3 +174,13 @@ def test_only_an_estimated_prior_needs_a_round_before():
     for prior, first in (("none", "fedavg"), ("local", "fedavg"), ("global", "fedavg"), ("gpi", "gpi")):
         assert algorithms.build([{"fedavg": {}}], prior).parts[0].name == first
     assert [part.name for part in algorithms.build([{"gpi": {}}, {"fedavg": {}}], "gpi").parts] == ["gpi", "fedavg"]
+
+
+def test_a_round_that_prepares_changes_neither_draws_nor_learning_rates():
+    local = {"lr": 0.1, "batch": 16, "schedule": {"at": [1], "factor": 0.5}}
+    plain = driver(tiny(local=local))
+    with_gpi = driver(tiny(local=local | {"loss": "balanced_softmax", "prior": "gpi"}))
+    assert [turn.name for turn in with_gpi.plan] == ["gpi.proxy", "fedavg.train", "fedavg.train"]
+    for a, b in zip(plain.plan, with_gpi.plan[1:], strict=True):
+        assert plain._draw(a) == with_gpi._draw(b)
+        assert a.index == b.index

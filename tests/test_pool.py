@@ -134,6 +134,15 @@ def test_automatic_shares_use_the_machine():
     assert concurrency([tiny()], None, [HERE]) == 1
 
 
+def test_automatic_numbers_of_actors_heed_the_gpus():
+    quarter = tiny(cluster={"gpu_per_actor": 0.25}, data={"name": "digits", "clients": 40}, clients_per_round=20)
+    assert share(quarter, [{"CPU": 16.0, "GPU": 1.0, "node:here": 1.0}], 1, "here").actors == 4
+    assert share(tiny(cluster={"gpu_per_actor": 1}), [HERE], 1, "here").actors == 2
+    with_driver = share(tiny(cluster={"driver_gpu": 0.5}), [HERE], 1, "here")
+    assert (with_driver.actors, with_driver.gpu) == (3, 0.5)
+    assert concurrency([tiny(cluster={"actors": 4})] * 4, None, [HERE]) == 1
+
+
 def test_one_actor_per_client_if_it_fits():
     everyone = tiny(cluster={"actors": "per_client", "cpu_per_actor": 0.5})
     assert share(everyone, [HERE], 1, "here").actors == 6

@@ -334,6 +334,10 @@ def test_what_is_set_for_all_holds_in_every_case():
         ("fedavg", 0.5, 8),
         ("fedprox", 0.5, 32),
     ]
+    deep = trials(read(text=text, overrides=["algorithm.fedprox.mu=0.7"]))
+    assert [t.experiment.algorithm for t in deep] == [(("fedavg", {}),), (("fedprox", {"mu": 0.7}),)]
+    with pytest.raises(InputError, match=r"--set algorithm\.nothing\.mu=1"):
+        read(text=text, overrides=["algorithm.nothing.mu=1"])
     assert [t.name for t in trials(read(text=text, overrides=["cases=null", "algorithm=local"]))] == ["local"]
 
 
