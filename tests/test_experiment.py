@@ -488,7 +488,7 @@ def test_an_override_heals_what_the_file_has_wrong():
         "data: {name: '08', root: '2020-01-01'}",
         "algorithm: [fedprox, finetune]\nlocal: {loss: focal, schedule: {at: [1, 2]}, weight_decay: 5.0e-4}",
         "local: {loss: balanced_softmax, prior: local, schedule: {every: 2}}\ncluster: {actors: 3, gpu_per_actor: 0.5}",
-        f"seed: {2**63}\nfailures: {{client_timeout_s: 1e300}}",
+        f"seed: {2**63 - 1}\nfailures: {{client_timeout_s: 1e300}}",
     ],
 )
 def test_an_experiment_reads_back(text, tmp_path):
