@@ -288,6 +288,7 @@ def test_a_failed_download_is_our_own_error(monkeypatch):
     for variable in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(variable, "http://127.0.0.1:9")  # nobody listens there
     monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setattr("urllib.request._opener", None)  # which would remember these proxies for good
     with pytest.raises(DataError, match="the download failed"):
         load("cifar100")
 

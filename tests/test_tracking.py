@@ -483,7 +483,7 @@ class Server:
             wait(self.healthy, 90)
         except AssertionError:
             self.__exit__()
-            raise AssertionError(f"the server did not come up: {self.log.read_text()}") from None
+            raise AssertionError(f"the server did not come up ({self.error}): {self.log.read_text()}") from None
         return self
 
     def __exit__(self, *_):
@@ -492,8 +492,10 @@ class Server:
 
     def healthy(self) -> bool:
         try:
-            return urllib.request.urlopen(f"{self.uri}/health", timeout=2).status == 200
-        except OSError:
+            direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            return direct.open(f"{self.uri}/health", timeout=2).status == 200
+        except OSError as error:
+            self.error = repr(error)
             return False
 
 
