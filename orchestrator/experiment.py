@@ -239,10 +239,6 @@ class Experiment(Part):
     def _plain(self, chain: tuple[Named, ...]) -> list[dict[str, Any]]:
         return [{name: knobs} for name, knobs in chain]
 
-    def named_chain(self) -> tuple[Named, ...]:
-        """Return name and hyperparameters of every algorithm that runs, in order."""
-        return self.algorithm
-
     def chain(self) -> Chain:
         """Build the algorithms."""
         return algorithms.build(({name: knobs} for name, knobs in self.algorithm), self.local.prior)

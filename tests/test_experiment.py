@@ -69,7 +69,7 @@ def test_a_chain_holds_all_hyperparameters_and_what_runs_first():
     assert isinstance(e.chain(), Chain)
     assert [type(part).__name__ for part in e.chain().parts] == ["FedProx", "FineTune"]
     alone = made("algorithm: finetune")
-    assert [name for name, _ in alone.named_chain()] == ["fedavg", "finetune"]
+    assert [name for name, _ in alone.algorithm] == ["fedavg", "finetune"]
     assert alone == made("algorithm: [fedavg, finetune]")
 
 
