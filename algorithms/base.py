@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -192,7 +192,7 @@ class Cohort(Protocol):
     """The clients of one round, seen from the server."""
 
     ids: list[int]
-    population: int
+    everyone: list[int]  #: all clients that have data, drawn or not
     progress: float  #: share of this phase's rounds that are behind us, 0 <= progress < 1
     rng: np.random.Generator  #: the server's randomness of this round
 
@@ -219,10 +219,20 @@ class Phase:
     scored: bool = True  #: whether there is a model worth testing during and after it
 
 
+class Card(NamedTuple):
+    """What a catalogue says of a method besides its hyperparameters."""
+
+    kind: str  #: optimisation, personalized, class imbalance, classifier, or preparation
+    uploads: str = "model"  #: what a client sends to the server
+    keeps: str = ""  #: what stays with the client between its rounds
+    needs: str = ""  #: what plain federated learning does not have, e.g. data on the server
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """A method: fields are its hyperparameters, methods its procedure; it remembers nothing."""
 
+    card: ClassVar[Card] = Card("optimisation")
     after: ClassVar[str | None] = None  #: what runs first when a post-hoc method is named alone
     inherits: ClassVar[tuple[str, ...]] = ()  #: fields of the server that are taken over from the algorithm before
     shares_head: ClassVar[bool] = True  #: whether all clients train one classifier

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from algorithms.base import Algorithm, Client, Cohort, Phase, Predictor, State, Sum, knob
+from algorithms.base import Algorithm, Card, Client, Cohort, Phase, Predictor, State, Sum, knob
 from algorithms.maths import fresh
 from algorithms.params import Params
 
@@ -17,6 +17,7 @@ from algorithms.params import Params
 class BPFed(Algorithm):
     """FedPer on mixed-up images; then each private classifier is retrained on features balanced by perturbed copies."""
 
+    card: ClassVar[Card] = Card("personalized", uploads="body; feature covariance once", keeps="classifier")
     shares_head: ClassVar[bool] = False
     mixup_alpha: float = knob(1.0, ge=0)  #: alpha: lambda ~ Beta(alpha, alpha); 0: no mixup
     mixup: Literal["batch", "sample"] = "batch"  #: what has a lambda of its own

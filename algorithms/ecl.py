@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from algorithms.base import Algorithm, Client, Cohort, Model, Phase, Predictor, State, knob
+from algorithms.base import Algorithm, Card, Client, Cohort, Model, Phase, Predictor, State, knob
 from algorithms.losses import BalancedSoftmax
 from algorithms.maths import balanced, fresh
 from algorithms.params import Params
@@ -40,6 +40,7 @@ def classifier(v: Params) -> Tensor:
 class ECL(Algorithm):
     """Experts for groups of classes of similar size, each speaking only for its own; the global model stays."""
 
+    card: ClassVar[Card] = Card("personalized", uploads="nothing", keeps="classifier and experts")
     after: ClassVar[str | None] = "fedavg"
     num_experts: int = knob(2, ge=1)  #: M, experts per client, but no more than it has classes
     expert_logit_weight: float = knob(0.5, ge=0, le=1)  #: lambda, weight of the expert beside the global model (eq. 6)

@@ -8,14 +8,14 @@ generic one (GA-FR), eq. 7 the personal ones (LA-FR). Tables 3 and 7 to 9 are th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from algorithms import heads
-from algorithms.base import Algorithm, Client, Cohort, Model, Phase, Predictor, State, Sum, knob
+from algorithms.base import Algorithm, Card, Client, Cohort, Model, Phase, Predictor, State, Sum, knob
 from algorithms.maths import fresh
 from algorithms.params import Params
 
@@ -29,6 +29,7 @@ class FedLoGe(Algorithm):
     `server.model` is always the generic model: (theta, Psi*) while training, (theta, psi') from GA-FR on.
     """
 
+    card: ClassVar[Card] = Card("personalized", uploads="model with two classifiers", keeps="a classifier")
     fixed_head: heads.Kind = "sse_c"  #: Psi*, the fixed classifier; rows of Tables 3, 8, 9
     sparsity: float = knob(0.6, ge=0, lt=1)  #: beta, the share of zeros in a sparse Psi*
     target_norm: float = knob(0.1, gt=0)  #: gamma, the norm of the class vectors of a sparse Psi*

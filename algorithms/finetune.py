@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from algorithms.base import Algorithm, Client, Cohort, Model, Phase, Predictor, State, knob
+from algorithms.base import Algorithm, Card, Client, Cohort, Model, Phase, Predictor, State, knob
 from algorithms.params import Params
 
 
@@ -15,6 +15,7 @@ from algorithms.params import Params
 class FineTune(Algorithm):
     """A post-hoc phase on every client; the global model stays as it was."""
 
+    card: ClassVar[Card] = Card("personalized", uploads="nothing", keeps="model")
     after: ClassVar[str | None] = "fedavg"
     epochs: int = knob(10, ge=0)  #: passes over the client's data
     lr: float = knob(0.01, gt=0)  #: learning rate of the fine-tuning

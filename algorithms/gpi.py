@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from algorithms.base import Algorithm, Client, Cohort, Model, Phase, State, knob
+from algorithms.base import Algorithm, Card, Client, Cohort, Model, Phase, State, knob
 from algorithms.params import Params
 
 
@@ -17,6 +17,7 @@ from algorithms.params import Params
 class GPI(Algorithm):
     """All clients train once from the initial model; the rows of the classifier grow with the classes' sizes."""
 
+    card: ClassVar[Card] = Card("preparation", uploads="class proxies")
     epochs: int = knob(1, ge=1)  #: local epochs of the proxy round
     normalise: bool = True  #: each client's proxy counts by its samples; False: raw, as eq. 7 is printed
     floor: float = knob(5.0, gt=0)  #: smallest pseudo count of a class (normalised form)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from algorithms.base import Client, Cohort, Model, State, Sum, knob
+from algorithms.base import Card, Client, Cohort, Model, State, Sum, knob
 from algorithms.fedavg import FedAvg
 from algorithms.params import Params
 
@@ -26,6 +26,7 @@ from algorithms.params import Params
 class LDAE(FedAvg):
     """Experts that differ because different clients train them; they predict by the mean of their logits."""
 
+    card: ClassVar[Card] = Card("class imbalance", uploads="model; class proxies once")
     after: ClassVar[str | None] = "gpi"
     inherits: ClassVar[tuple[str, ...]] = ("prior", "proxies")
     num_experts: int = knob(3, ge=1)  #: M; one expert is FedAvg with the experiment's loss and prior

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from algorithms.base import Algorithm, Client, Cohort, Model, Phase, Predictor, State
+from algorithms.base import Algorithm, Card, Client, Cohort, Model, Phase, Predictor, State
 from algorithms.params import Params
 
 
@@ -15,6 +15,7 @@ from algorithms.params import Params
 class Local(Algorithm):
     """A client trains its own model whenever it is drawn, so its budget is that of a federated client."""
 
+    card: ClassVar[Card] = Card("personalized", uploads="nothing", keeps="model")
     shares_head: ClassVar[bool] = False
 
     def client_state(self, client: Client, model: Params) -> dict[str, Any]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from algorithms import federated_features as ff
-from algorithms.base import Client, Cohort, Model, Phase, Predictor, State, Sum, knob
+from algorithms.base import Card, Client, Cohort, Model, Phase, Predictor, State, Sum, knob
 from algorithms.fedavg import FedAvg
 from algorithms.params import Params
 
@@ -24,6 +24,7 @@ from algorithms.params import Params
 class MuPFL(FedAvg):
     """Three modules, each with a switch; with all of them off this is FedAvg."""
 
+    card: ClassVar[Card] = Card("personalized", "model, activation maps, class gradients", keeps="model")
     bavd: bool = True  #: BAVD: zero what the activation maps M_i hold to be of little use
     psi_sign: Literal["text", "formula"] = "text"  #: psi = l_{q-1} - l_q as the text explains it, or the negative
     map_shape: Literal["chw", "hw"] = "chw"  #: M_i of a layer: one map per channel, or one for all
@@ -138,8 +139,7 @@ class MuPFL(FedAvg):
 
     def settle(self, client: Client, w: Params, h: Tensor | None) -> None:
         """Keep the tuned classifier and, unless that alone is to be tested, the model trained from there."""
-        w = self.tune(client, w, h)
-        client.state.v = w.head
+        client.state.v = (w := self.tune(client, w, h)).head
         if self.eval_model == "local":
             client.state.w, _ = self.descend(client, w)
 

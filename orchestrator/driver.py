@@ -97,7 +97,7 @@ class Cohort:
     """The clients of one round, seen from the server; `algorithms.base.Cohort` tells what each member is for."""
 
     def __init__(self, driver: Driver, ids: Sequence[int], turn: Turn, rng: np.random.Generator) -> None:
-        self.ids, self.population = list(ids), len(driver.selectable)
+        self.ids, self.everyone = list(ids), list(driver.selectable)
         self.progress, self.rng = turn.round / turn.rounds, rng
         self._driver, self._turn = driver, turn
 
