@@ -14,12 +14,13 @@ from algorithms.priors import ESTIMATED
 #: What runs when an experiment names no algorithm.
 DEFAULT = "fedavg"
 
-_SHARED = {"__init__", "base", "params", "losses", "priors", "maths", "heads", "federated_features"}
+#: Files that are no algorithm.
+SHARED = {"__init__", "base", "params", "losses", "priors", "maths", "heads", "federated_features"}
 
 
 def names() -> list[str]:
     """List the algorithms there are."""
-    return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in _SHARED)
+    return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in SHARED)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

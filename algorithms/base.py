@@ -236,6 +236,9 @@ class Algorithm:
     after: ClassVar[str | None] = None  #: what runs first when a post-hoc method is named alone
     inherits: ClassVar[tuple[str, ...]] = ()  #: fields of the server that are taken over from the algorithm before
     shares_head: ClassVar[bool] = True  #: whether all clients train one classifier
+    later: ClassVar[
+        Mapping[str, str]
+    ] = {}  #: phase, or "predict" -> the hyperparameters that nothing before depends on
 
     @property
     def name(self) -> str:

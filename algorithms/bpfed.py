@@ -18,6 +18,10 @@ class BPFed(Algorithm):
     """FedPer on mixed-up images; then each private classifier is retrained on features balanced by perturbed copies."""
 
     card: ClassVar[Card] = Card("personalized", uploads="body; feature covariance once", keeps="classifier")
+    later: ClassVar[dict[str, str]] = {
+        "retrain": "feature_augmentation singleton redraw_each_epoch smoothing smooth_max smooth_power softmax_support "
+        "head_init stage2_epochs stage2_lr stage2_momentum stage2_weight_decay stage2_batch"
+    }
     shares_head: ClassVar[bool] = False
     mixup_alpha: float = knob(1.0, ge=0)  #: alpha: lambda ~ Beta(alpha, alpha); 0: no mixup
     mixup: Literal["batch", "sample"] = "batch"  #: what has a lambda of its own
@@ -137,10 +141,6 @@ class BPFed(Algorithm):
         others = (n >= 0 if self.smoothing == "all" else n > 0) * (1 - torch.eye(len(n), device=n.device))
         g = delta * (n / n.max()) ** self.smooth_power * others.any(1)
         return torch.diag(1 - g) + (g / others.sum(1).clamp_min(1))[:, None] * others
-
-    def view(self, server: State) -> tuple[Any, ...]:
-        """Clients predict with the shared extractor."""
-        return (server.model.body,)
 
     def personal(self, client: Client, *view: Any) -> Predictor:
         """Predict with {U_glo, V_k}."""

@@ -41,6 +41,7 @@ class ECL(Algorithm):
     """Experts for groups of classes of similar size, each speaking only for its own; the global model stays."""
 
     card: ClassVar[Card] = Card("personalized", uploads="nothing", keeps="classifier and experts")
+    later: ClassVar[dict[str, str]] = {"predict": "expert_logit_weight norm_ratio norm_power scaling mask_unowned"}
     after: ClassVar[str | None] = "fedavg"
     num_experts: int = knob(2, ge=1)  #: M, experts per client, but no more than it has classes
     expert_logit_weight: float = knob(0.5, ge=0, le=1)  #: lambda, weight of the expert beside the global model (eq. 6)

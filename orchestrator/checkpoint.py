@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,16 @@ def write(path: Path, content: bytes) -> None:
         ) from error
 
 
+def link(source: Path, target: Path) -> None:
+    """Give a file that is never written again a second name, or copy it to another file system."""
+    try:
+        target.hardlink_to(source)
+    except FileExistsError:
+        raise
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a value as readable JSON, whole or not at all."""
     write(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
@@ -128,6 +140,7 @@ class RunDirectory:
         self.logged = self._mend_log()
         self._packs: list[str] = []
         self._hashes: dict[str, str] = {}
+        self.unscored: dict[str, Any] | None = None  #: the line of the last round, where its evaluation is still due
 
     # The log -----------------------------------------------------------------------------------------------------
 
@@ -185,6 +198,7 @@ class RunDirectory:
             manifest = json.loads(path.read_text(encoding="utf-8"))
             schema, self._hashes = manifest["schema"], manifest["sha256"]
             name, self._packs = manifest["run"], manifest["clients"]
+            self.unscored = manifest.get("unscored")
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged ({error}); remove the trial's directory to run it anew") from None
         if schema != SCHEMA:
@@ -193,6 +207,33 @@ class RunDirectory:
         for pack in self._packs:
             memory |= self._get(pack)
         return self._get(name), memory
+
+    # The same run in another directory -----------------------------------------------------------------------------
+
+    @property
+    def saved_round(self) -> int:
+        """The round of the checkpoint, 0 where there is none."""
+        path = self.checkpoints / "manifest.json"
+        return int(json.loads(path.read_text(encoding="utf-8"))["round"]) if path.exists() else 0
+
+    def copy_to(self, target: Path) -> None:
+        """Make a directory that holds this run as it was saved last; the files of checkpoints are shared."""
+        other, saved = RunDirectory(target), self.saved_round
+        lines = [line for line in self.lines() if line["round"] <= saved]
+        other.take_over(self.path, lines[:-1], lines[-1], scores_due=False)
+
+    def take_over(self, source: Path, lines: list[dict[str, Any]], last: dict[str, Any], scores_due: bool) -> None:
+        """Continue where another directory was saved, with lines for the log; the last may still lack its scores."""
+        for line in lines if scores_due else [*lines, last]:
+            self.log(line)
+        for table in (source / "artifacts").glob("[0-9]*-*"):
+            shutil.copytree(table, self.path / "artifacts" / table.name, dirs_exist_ok=True)
+        manifest = json.loads((source / "checkpoint" / "manifest.json").read_text(encoding="utf-8"))
+        for name in manifest["sha256"]:
+            with suppress(FileExistsError):
+                link(source / "checkpoint" / name, self.checkpoints / name)
+        manifest["unscored"] = last if scores_due else None
+        write_json(self.checkpoints / "manifest.json", manifest)
 
     def forget_clients(self) -> None:
         """Leave the clients' memories of an algorithm that is done out of the next checkpoint."""

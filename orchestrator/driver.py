@@ -5,20 +5,21 @@ from __future__ import annotations
 import csv
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from algorithms.base import Algorithm, Phase, State, Sum
+from algorithms.base import Algorithm, State, Sum
 from algorithms.params import Params
 from orchestrator.checkpoint import CheckpointError, RunDirectory, fingerprint
 from orchestrator.client import CPU, SAMPLING, SERVER, Job, Result, Worker, network, own, place, size, stream
 from orchestrator.data import Dataset, Split, split
 from orchestrator.evaluate import Scores, SortedTest
 from orchestrator.experiment import Experiment
+from orchestrator.plan import Turn, plan
 
 JOBS = 64  #: a call is cut into at most this many jobs, whoever runs them
 
@@ -75,31 +76,19 @@ def cut(ids: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(part.tolist()) for part in np.array_split(np.array(ids, dtype=int), jobs) if len(part)]
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One round of the plan: which phase of which algorithm, and where in it."""
-
-    part: int
-    phase: Phase
-    name: str  #: for people and logs, algorithm and step, e.g. "NAME.train"
-    number: int  #: of the phase, from 0
-    round: int  #: within the phase, from 0
-    rounds: int  #: of the phase
-    index: int  #: of all rounds but those of phases that prepare: what draws and learning rates go by
-
-    @property
-    def last(self) -> bool:
-        """Whether the phase ends with this round."""
-        return self.round + 1 == self.rounds
-
-
 class Cohort:
     """The clients of one round, seen from the server; `algorithms.base.Cohort` tells what each member is for."""
 
     def __init__(self, driver: Driver, ids: Sequence[int], turn: Turn, rng: np.random.Generator) -> None:
         self.ids, self.everyone = list(ids), list(driver.selectable)
-        self.progress, self.rng = turn.round / turn.rounds, rng
+        self.rng = rng
         self._driver, self._turn = driver, turn
+
+    @property
+    def progress(self) -> float:
+        """Share of the phase's rounds that are behind; whoever asks depends on how many rounds there are."""
+        self._driver.asked_progress = True
+        return self._turn.round / self._turn.rounds
 
     def sum(self, local: Callable[..., Sum], *shared: Any) -> Sum:
         """Run a client method on every client and add up what they return."""
@@ -139,7 +128,7 @@ class Driver:
         self.experiment, self.dataset, self.split, self.engine = experiment, dataset, split, engine
         self.device = device  # where the server's half computes; what is kept is on the CPU
         self.parts: tuple[Algorithm, ...] = experiment.chain().parts
-        self.plan = _plan(experiment)
+        self.plan = plan(experiment)
         self.selectable = np.flatnonzero(split.counts.sum(1) > 0).tolist()
         self.tests = SortedTest(dataset.y_test, dataset.classes)
         self.directory = None if directory is None else RunDirectory(directory)
@@ -147,6 +136,7 @@ class Driver:
         self.round = 0
         self.server = State({})
         self.proxy: torch.Tensor | None = None  # the class prior that an algorithm has left in its field `prior`
+        self.asked_progress = False  # whether anything has gone by the share of rounds done
         self._saved, self._write_s, self._changed = time.monotonic(), 0.0, set[int]()
         if not self._resume():
             self._enter(0, Params.of(network(experiment, dataset)))
@@ -197,7 +187,15 @@ class Driver:
         metrics |= {"bytes/up": float(self._up), "bytes/down": float(self._down)}
         if self._rejected:
             metrics["clients/rejected"] = float(len(self._rejected))
-        if turn.phase.scored and (turn.last or (turn.round + 1) % self.experiment.evaluate.every == 0):
+        line = {"round": self.round, "phase": turn.name, "metrics": metrics}
+        if self._rejected:
+            line["rejected"] = list(self._rejected.values())
+        return self._conclude(turn, line, turn.scores(self.experiment.evaluate.every))
+
+    def _conclude(self, turn: Turn, line: dict[str, Any], scores_due: bool) -> dict[str, Any]:
+        """Evaluate the round that has just been run if it is due, and write it down."""
+        metrics = line["metrics"]
+        if scores_due:
             started = time.perf_counter()
             scores = self.evaluate()
             metrics |= scores.metrics()
@@ -205,10 +203,8 @@ class Driver:
             if turn.last:
                 self._tables(scores, turn)
         metrics["time/checkpoint"] = self._write_s
-        metrics["time/round"] = time.perf_counter() - began
-        line = {"round": self.round, "phase": turn.name, "time": time.time(), "metrics": metrics}
-        if self._rejected:
-            line["rejected"] = list(self._rejected.values())
+        metrics["time/round"] = metrics["time/train"] + metrics.get("time/evaluate", 0.0)
+        line["time"] = time.time()
         self.history.append(line)
         if self.directory:
             self.directory.log(line)
@@ -326,7 +322,7 @@ class Driver:
         assert self.directory is not None
         began = time.monotonic()
         run = {"round": self.round, "part": self.part, "origin": self.origin, "server": self.server.fields()}
-        run["proxy"] = self.proxy
+        run |= {"proxy": self.proxy, "asked_progress": self.asked_progress}
         self.directory.save(self.round, run, self.memory, self._changed)
         self._changed = set()
         self._saved = time.monotonic()
@@ -339,14 +335,18 @@ class Driver:
             return False
         run, memory = loaded
         self.history = [line for line in self.directory.lines() if line["round"] <= run["round"]]
-        if len(self.history) != run["round"]:
+        unscored = self.directory.unscored if len(self.history) == run["round"] - 1 else None
+        if unscored is None and len(self.history) != run["round"]:
             raise CheckpointError(
                 f"{self.directory.path}/metrics.jsonl has {len(self.history)} of the {run['round']} rounds of the "
                 "checkpoint; remove the trial's directory to run it anew"
             )
         self.round, self.part, self.origin = run["round"], run["part"], run["origin"]
         self.server, self.memory, self.proxy = State(run["server"]), memory, run["proxy"]
+        self.asked_progress = run["asked_progress"]
         self._origin = self.engine.put(self.origin)
+        if unscored is not None:  # trained by another run that predicts otherwise
+            self._conclude(self.plan[self.round - 1], unscored, scores_due=True)
         return True
 
     def fingerprint(self) -> str:
@@ -356,15 +356,3 @@ class Driver:
             for line in self.history
         ]
         return fingerprint(self.server.fields(), self.memory, kept)
-
-
-def _plan(experiment: Experiment) -> list[Turn]:
-    """Lay out all rounds of all phases."""
-    chain, turns, counted = experiment.chain(), list[Turn](), 0
-    for number, (part, phase) in enumerate(chain.phases()):
-        rounds = experiment.rounds if phase.rounds is None else phase.rounds
-        name = f"{chain.parts[part].name}.{phase.step.__name__}"
-        for round in range(rounds):
-            turns.append(Turn(part, phase, name, number, round, rounds, counted))
-            counted += phase.scored
-    return turns
