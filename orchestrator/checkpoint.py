@@ -228,11 +228,20 @@ class RunDirectory:
             self.log(line)
         for table in (source / "artifacts").glob("[0-9]*-*"):
             shutil.copytree(table, self.path / "artifacts" / table.name, dirs_exist_ok=True)
+        self._link(source, unscored=last if scores_due else None)
+
+    def exchange(self, source: Path) -> None:
+        """Continue with the state of another run that has come as far; the log stays."""
+        self._link(source, unscored=None)
+
+    def _link(self, source: Path, unscored: dict[str, Any] | None) -> None:
         manifest = json.loads((source / "checkpoint" / "manifest.json").read_text(encoding="utf-8"))
-        for name in manifest["sha256"]:
+        names = {name: f"{name.partition('.')[0]}-{sha[:8]}.safetensors" for name, sha in manifest["sha256"].items()}
+        for name, own in names.items():
             with suppress(FileExistsError):
-                link(source / "checkpoint" / name, self.checkpoints / name)
-        manifest["unscored"] = last if scores_due else None
+                link(source / "checkpoint" / name, self.checkpoints / own)
+        manifest |= {"run": names[manifest["run"]], "clients": [names[pack] for pack in manifest["clients"]]}
+        manifest |= {"sha256": {names[k]: v for k, v in manifest["sha256"].items()}, "unscored": unscored}
         write_json(self.checkpoints / "manifest.json", manifest)
 
     def forget_clients(self) -> None:

@@ -39,6 +39,8 @@ from orchestrator.fields import (
     listed,
     read_chain,
     read_loss,
+    read_scheduler,
+    seconds,
     some,
 )
 from orchestrator.yaml_file import Document, InputError, Keys, dotted, emit, load, parse, short, told
@@ -250,8 +252,10 @@ class Search(Part):
     metric: str = "personal/acc_dist"
     mode: Literal["max", "min"] = "max"
     samples: Count = 1
+    searcher: Literal["random", "grid", "optuna"] = "random"
+    scheduler: Annotated[Named, BeforeValidator(read_scheduler)] = Field(default="fifo", validate_default=True)
     concurrent: Count | None = None
-    scheduler: Literal["fifo", "asha"] = "fifo"
+    budget: Annotated[Positive | None, BeforeValidator(seconds)] = None
 
     @field_validator("metric")
     @classmethod
@@ -261,6 +265,10 @@ class Search(Part):
         if metric not in known_metrics():
             raise ValueError(f"there is no metric '{metric}'; {algorithms.nearest(metric, known_metrics())}")
         return metric
+
+    @field_serializer("scheduler")
+    def _plain(self, scheduler: Named) -> Any:
+        return {scheduler[0]: scheduler[1]} if scheduler[1] else scheduler[0]
 
 
 # Files --------------------------------------------------------------------------------------------------------------
@@ -317,13 +325,15 @@ def shown(path: Keys, tree: Mapping[str, Any]) -> str:
     return dotted(path)
 
 
-def read(path: Path | None = None, text: str | None = None, overrides: Sequence[str] = ()) -> Sweep:
-    """Read a sweep from a file or a text, set what `path=value` overrides say, and check every candidate."""
+def read(
+    path: Path | None = None, text: str | None = None, overrides: Sequence[str] = (), preset: str | None = None
+) -> Sweep:
+    """Read a sweep from a file or a text, as a preset or `path=value` overrides change it; check every candidate."""
     from orchestrator.space import check
 
     name = "<text>" if path is None else str(path)
     content = text if text is not None else "" if path is None else load(path)
-    root = _rooted(parse(content, lambda line, column: f"{name}:{line}:{column}"))
+    root = _rooted(_preset(parse(content, lambda line, column: f"{name}:{line}:{column}"), preset))
     _spell_out(root)
     for override in overrides:
         _override(root, override)
@@ -335,6 +345,22 @@ def read(path: Path | None = None, text: str | None = None, overrides: Sequence[
     sweep = Sweep(Search.model_validate(searched), tree, root, _cases(root, cases))
     check(sweep)
     return sweep
+
+
+def _preset(document: Document, name: str | None) -> Document:
+    """Lay one of a file's presets over the rest of it."""
+    tree = document.value
+    presets = tree.pop("presets", None) if isinstance(tree, dict) and tree.keys() & {"search", "experiment"} else None
+    if presets is not None and not (isinstance(presets, dict) and all(isinstance(p, dict) for p in presets.values())):
+        raise InputError(
+            [told(document.place(("presets",)), "presets", "must be a mapping of names to parts of a sweep")]
+        )
+    if name is None:
+        return document
+    if name not in (presets or {}):
+        has = f"its presets are: {', '.join(presets)}" if presets else "it has none"
+        raise InputError([f"--preset {name}: this file has no such preset; {has}"])
+    return Document(_laid_over(tree, (presets or {})[name]), document.within(("presets", name)).places)
 
 
 def _cases(root: Document, cases: Any) -> tuple[dict[str, Any], ...]:
@@ -370,7 +396,7 @@ def _rooted(document: Document) -> Document:
     tree = {} if document.value is None else document.value
     if not isinstance(tree, dict):
         raise InputError([f"{document.place(())}: must be a mapping of keys to values, not {short(tree)}"])
-    beside = ["search", "experiment", "cases"]
+    beside = ["search", "experiment", "cases", "presets"]
     if not tree.keys() & set(beside):
         return Document(tree, document.places)
     found = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 import algorithms
 from algorithms.losses import LOSSES
+from orchestrator.schedulers import SCHEDULERS
 from orchestrator.yaml_file import Keys, dotted, short
 
 LONGEST = 50  #: algorithms in a chain
@@ -152,17 +154,35 @@ def _knobs(kind: Any, given: Any) -> dict[str, Any]:
 
 def read_loss(value: Any) -> Any:
     """Bring a loss to its name and all its hyperparameters."""
+    return _read_named(value, "loss", LOSSES)
+
+
+def read_scheduler(value: Any) -> Any:
+    """Bring a scheduler to its name and all its numbers."""
+    return _read_named(value, "scheduler", SCHEDULERS)
+
+
+def _read_named(value: Any, what: str, known: Mapping[str, type[Any]]) -> Any:
     if isinstance(value, str):
         value = {value: {}}
     if not isinstance(value, Mapping) or len(value) != 1:
-        raise _wanted("one loss: a name, or {name: {hyperparameter: value}}")
+        raise _wanted(f"one {what}: a name, or {{name: {{hyperparameter: value}}}}")
     ((name, given),) = value.items()
-    if name not in LOSSES:
-        raise _within([Complaint((), f"there is no loss '{name}'; {algorithms.nearest(str(name), LOSSES)}")])
+    if name not in known:
+        raise _within([Complaint((), f"there is no {what} '{name}'; {algorithms.nearest(str(name), known)}")])
     try:
-        return name, _knobs(LOSSES[name], {} if given is None else given)
+        return name, _knobs(known[name], {} if given is None else given)
     except PydanticCustomError as error:
         raise _inside((name,), error) from None
+
+
+def seconds(value: Any) -> Any:
+    """Read a length of time: a number of seconds, or one with a unit as in 90s, 20m, 2h, 1d."""
+    if isinstance(value, str) and (found := re.fullmatch(r"([0-9.]+) ?([smhd])", value)):
+        return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
+    if isinstance(value, str):
+        raise _wanted("a time such as 90s, 20m, 2h or 1d")
+    return value
 
 
 def _inside(path: Keys, error: PydanticCustomError) -> PydanticCustomError:

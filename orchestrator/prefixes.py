@@ -111,8 +111,8 @@ class Cache:
         """Tell whether exactly this prefix is there."""
         return (self.folder / prefix.key / "entry.json").is_file()
 
-    def adopt(self, directory: Path, wanted: Sequence[Prefix]) -> str | None:
-        """Bring a run's directory to the longest beginning that is here, if it has less itself; say what that was."""
+    def adopt(self, directory: Path, wanted: Sequence[Prefix]) -> bool:
+        """Bring a run's directory to the longest beginning that is here; False if it has come as far itself."""
         run = RunDirectory(directory)
         for prefix in reversed(wanted):
             for source in self._candidates(prefix):
@@ -121,13 +121,13 @@ class Cache:
                 entry = _entry(source)
                 if prefix.turn - missing <= run.saved_round or entry is None or (missing and entry["progress"]):
                     continue
-                *lines, last = ({**line, "reused": True} for line in RunDirectory(source).lines())
+                *lines, last = ({"reused": entry["trial"], **line} for line in RunDirectory(source).lines())
                 if stale := bool(missing or entry["scored_by"] != prefix.scored_by):
                     last["metrics"] = {k: v for k, v in last["metrics"].items() if not k.startswith(SCORES)}
                 run.take_over(source, lines, last, scores_due=stale and not missing)
                 (source / "entry.json").touch()
-                return f"{last['round']} rounds, to {entry['phase']}, of {entry['trial']}"
-        return None
+                return True
+        return False
 
     def _candidates(self, prefix: Prefix) -> list[Path]:
         family = self.folder / prefix.family
@@ -147,6 +147,7 @@ class Cache:
             making.rename(target)
         except OSError:  # somebody else was faster
             shutil.rmtree(making, ignore_errors=True)
+        self.prune()
 
     def lease(self, prefix: Prefix) -> FileLock | None:
         """Return the right to compute a prefix, or None while somebody else has it."""

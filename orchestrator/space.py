@@ -8,6 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from pydantic import ValidationError
 
 from algorithms.losses import LOSSES
 from orchestrator.experiment import Complaint, Experiment, Sweep, complaints, problems, shown
+from orchestrator.expressions import evaluate
 from orchestrator.yaml_file import InputError, Keys, Open, dotted, short, told
 
-__all__ = ["InputError", "Open", "Trial", "check", "leaves", "trials", "tune_domain"]
+__all__ = ["InputError", "Open", "Trial", "check", "fill", "leaves", "trials", "tune_domain"]
 
 MOST = 10_000  #: trials of a sweep
 LONGEST = 80  #: characters of a trial's name
@@ -56,7 +58,15 @@ def _filled(node: Any, chosen: Mapping[Keys, Any], path: Keys = ()) -> Any:
 
 def _tree(sweep: Sweep, chosen: dict[Keys, Any]) -> Any:
     """Fill in the leaves; in a grid of losses and priors, the prior of a loss that uses none is none."""
+    derived = {path: leaf for path, leaf in _leaves(sweep.experiment, ()) if leaf.kind == "sample"}
+    chosen |= dict.fromkeys(derived)
     tree, open_prior = _filled(sweep.experiment, chosen), ("local", "prior")
+    for path, leaf in derived.items():
+        try:
+            chosen[path] = evaluate(leaf.values[0], tree, {shown(other, tree) for other in derived})
+        except ValueError as error:
+            raise InputError([told(leaf.mark, shown(path, tree), f"!sample: {error}")]) from None
+    tree = _filled(sweep.experiment, chosen) if derived else tree
     if open_prior in chosen:
         loss = tree["local"].get("loss", "")
         kind = LOSSES.get(loss if isinstance(loss, str) else next(iter(loss), ""))
@@ -69,9 +79,62 @@ def _tree(sweep: Sweep, chosen: dict[Keys, Any]) -> Any:
 
 
 def check(sweep: Sweep) -> None:
-    """Validate every candidate of every open leaf, each beside the first candidates of the others."""
+    """Validate every candidate of every open leaf, each beside the first candidates of the others, and the search."""
     for variant in sweep.variants():
         _check(variant)
+        _check_search(variant, bool(sweep.cases))
+
+
+def varied(path: str) -> bool:
+    """Tell whether population based training may change a leaf of a run that has begun."""
+    return path.startswith("local.") or (path.startswith("algorithm.") and path.count(".") > 2)
+
+
+def _check_search(sweep: Sweep, cases: bool) -> None:
+    """Refuse a searcher or scheduler that cannot handle this sweep."""
+    search, opened = sweep.search, leaves(sweep)
+    scheduler, found = search.scheduler[0], list[str]()
+
+    def refuse(key: str, text: str, leaf: Open | None = None) -> None:
+        place = sweep.document.place(("search", key)) if leaf is None else leaf.mark
+        found.append(told(place, f"search.{key}", text))
+
+    if search.searcher == "grid":
+        for path, leaf in opened.items():
+            if leaf.kind in ("uniform", "loguniform"):
+                refuse(
+                    "searcher", f"grid cannot try every value of {path}: give a list, or !quniform with a step", leaf
+                )
+        if search.samples > 1:
+            refuse("samples", "grid tries every combination once; remove samples, or choose searcher random")
+    if search.searcher == "optuna":
+        if find_spec("optuna") is None:
+            refuse("searcher", "optuna is not installed; type: pip install 'fedtail[search]'")
+        if cases:
+            refuse("searcher", "optuna compares values, not cases; give each case a file of its own")
+        for path, leaf in opened.items():
+            if leaf.kind == "grid" and path != "seed":
+                refuse("searcher", f"optuna proposes the values of {path} itself: write !choice instead of !grid", leaf)
+        if not any(leaf.kind not in ("grid", "sample") for leaf in opened.values()):
+            refuse("searcher", "optuna has nothing to propose: leave a hyperparameter open")
+        if scheduler in ("hyperband", "pbt"):
+            refuse(
+                "scheduler", f"{scheduler} needs all trials at the start and optuna proposes them one by one; use asha"
+            )
+    if scheduler in ("hyperband", "pbt") and search.concurrent is not None:
+        refuse("concurrent", f"{scheduler} lets trials take turns; say how large each is by cluster.actors instead")
+    if scheduler == "pbt":
+        for path, leaf in opened.items():
+            if not varied(path) and path != "seed":
+                refuse(
+                    "scheduler", f"pbt moves weights between trials, which must not differ in {path}; close it", leaf
+                )
+        if cases:
+            refuse("scheduler", "pbt moves weights between trials, which must not be different cases")
+        if not any(varied(path) and leaf.kind != "sample" for path, leaf in opened.items()):
+            refuse("scheduler", "pbt has nothing to vary: open a leaf of local or a hyperparameter of an algorithm")
+    if found:
+        raise InputError(list(dict.fromkeys(found)))
 
 
 def _check(sweep: Sweep) -> None:
@@ -92,6 +155,8 @@ def _check(sweep: Sweep) -> None:
 
 def _candidates(leaf: Open) -> list[Any]:
     """Return all values of a list, or the ends of a range and a point inside it that is hardly a whole number."""
+    if leaf.kind == "sample":
+        return [None]  # follows from the others
     if leaf.kind in ("choice", "grid"):
         return list(leaf.values)
     low, high = leaf.values[:2]
@@ -136,24 +201,44 @@ def trials(sweep: Sweep, seed: int = 0) -> list[Trial]:
 
 
 def _trials(sweep: Sweep, seed: int) -> list[Trial]:
-    opened = dict(_leaves(sweep.experiment, ()))
-    grids = {path: leaf for path, leaf in opened.items() if leaf.kind == "grid"}
-    random = {path: leaf for path, leaf in opened.items() if leaf.kind != "grid"}
+    opened = {path: leaf for path, leaf in _leaves(sweep.experiment, ()) if leaf.kind != "sample"}
+    every = sweep.search.searcher == "grid"
+    grids = {path: _all(leaf) for path, leaf in opened.items() if leaf.kind == "grid" or every}
+    random = {path: leaf for path, leaf in opened.items() if path not in grids}
     draws = sweep.search.samples if random else 1  # the same again would only be removed
-    if (count := draws * math.prod(len(leaf.values) for leaf in grids.values())) > MOST:
+    if (count := draws * math.prod(map(len, grids.values()))) > MOST:
         raise InputError([f"a sweep of {count:,} trials; at most {MOST:,} are possible: open fewer leaves"])
-    labels = _labels(list(opened))
     found: list[Trial] = []
     for draw in range(draws):
         drawn = {path: _draw(leaf, path, seed, draw) for path, leaf in random.items()}
-        for point in itertools.product(*(leaf.values for leaf in grids.values())):
+        for point in itertools.product(*grids.values()):
             at = drawn | dict(zip(grids, point, strict=True))
-            chosen = {path: at[path] for path in opened}
-            experiment = _experiment(sweep, chosen)
-            params = {dotted(path): value for path, value in chosen.items()}
-            name = _name(experiment, {labels[path]: value for path, value in chosen.items() if path in labels})
-            found.append(Trial("", params, experiment, name))
+            found.append(_trial(sweep, {path: at[path] for path in opened}))
     return found
+
+
+def _all(leaf: Open) -> list[Any]:
+    """Return every value of a leaf that has finitely many."""
+    if leaf.kind in ("choice", "grid"):
+        return list(leaf.values)
+    low, high, step = (*leaf.values, 1)[:3]
+    if leaf.kind == "randint":
+        return list(range(low, high))
+    return [_multiple(i, step) for i in range(round(low / step), round(high / step) + 1)]
+
+
+def fill(sweep: Sweep, values: Mapping[str, Any], id: str) -> Trial:
+    """Make a trial from given values of the open leaves, named by their dotted paths."""
+    paths = [path for path, leaf in _leaves(sweep.experiment, ()) if leaf.kind != "sample"]
+    return replace(_trial(sweep, {path: values[dotted(path)] for path in paths}), id=id)
+
+
+def _trial(sweep: Sweep, chosen: dict[Keys, Any]) -> Trial:
+    experiment = _experiment(sweep, chosen)
+    labels = _labels(list(chosen))
+    params = {dotted(path): value for path, value in chosen.items()}
+    name = _name(experiment, {labels[path]: value for path, value in chosen.items() if path in labels})
+    return Trial("", params, experiment, name)
 
 
 def _experiment(sweep: Sweep, chosen: dict[Keys, Any]) -> Experiment:
@@ -183,7 +268,11 @@ def _draw(leaf: Open, path: Keys, seed: int, draw: int) -> Any:
     if leaf.kind == "loguniform":
         return min(max(float(np.exp(rng.uniform(np.log(low), np.log(high)))), low), high)
     step = leaf.values[2]
-    value = int(rng.integers(round(low / step), round(high / step) + 1)) * step
+    return _multiple(int(rng.integers(round(low / step), round(high / step) + 1)), step)
+
+
+def _multiple(times: int, step: float) -> float:
+    value = times * step
     return value if isinstance(value, int) else float(f"{value:.12g}")
 
 
@@ -208,7 +297,7 @@ def _compact(value: Any) -> str:
 
 
 def tune_domain(leaf: Open) -> Any:
-    """Return the Ray Tune domain of an open leaf, for searchers that learn from earlier trials."""
+    """Return the Ray Tune domain of an open leaf, for schedulers that draw anew while trials run."""
     from ray import tune
 
     make = {"grid": tune.grid_search, "choice": tune.choice}.get(leaf.kind)

@@ -33,6 +33,15 @@ def history(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def reused(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say which rounds of a log were taken over from other trials."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for line in lines:
+        if "reused" in line:
+            found.setdefault((line["phase"], line["reused"]), []).append(line["round"])
+    return [f"{phase}: rounds {rounds[0]} to {rounds[-1]} of {trial}" for (phase, trial), rounds in found.items()]
+
+
 def describe_trial(directory: Path, run_id: str | None) -> dict[str, Any]:
     """Return a trial's record: status, last and best of every metric, and where the best was."""
     trial = json.loads((directory / "trial.json").read_text(encoding="utf-8"))
@@ -56,10 +65,10 @@ def describe_trial(directory: Path, run_id: str | None) -> dict[str, Any]:
         "last": last,
         "best": best,
         "best_at": best_at,
-        "seconds": sum(line["metrics"].get("time/round", 0.0) for line in lines),
+        "seconds": sum(line["metrics"].get("time/round", 0.0) for line in lines if "reused" not in line),
         "run_id": run_id,
         "fingerprint": status.get("fingerprint"),
-        "reused": [],
+        "reused": reused(lines),
     }
 
 

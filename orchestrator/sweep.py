@@ -4,87 +4,163 @@ from __future__ import annotations
 
 import argparse
 import logging
+import random
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cache as remember
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 from ray import tune
-from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 from rich.console import Console
 
 from orchestrator.checkpoint import set_status, status_of
-from orchestrator.data import Dataset
-from orchestrator.experiment import InputError, Search
-from orchestrator.resources import concurrency, share
+from orchestrator.experiment import InputError, Sweep
+from orchestrator.folder import ENDED, create, scored
+from orchestrator.plan import plan
+from orchestrator.prefixes import Cache, Prefix, prefixes
+from orchestrator.preflight import Checked
+from orchestrator.resources import Share, concurrency, share
+from orchestrator.schedulers import SCHEDULERS
+from orchestrator.search import Feeder, Proposer, seeds
 from orchestrator.signals import interruptible, listen
 from orchestrator.space import Trial as Point
+from orchestrator.space import leaves, tune_domain, varied
 from orchestrator.tracking import Mirror
 from orchestrator.trial import Trial
 from orchestrator.view import View
+from orchestrator.yaml_file import Open
 
 
 def run_sweep(
     folder: Path,
     points: Sequence[Point],
-    search: Search,
-    datasets: Mapping[str, Dataset],
+    sweep: Sweep,
+    checked: Checked,
     mirror: Mirror,
     options: argparse.Namespace,
     console: Console,
-) -> None:
-    """Run every trial that has not ended yet."""
-    left = [p for p in points if status_of(folder / "trials" / p.id)["status"] not in ("FINISHED", "STOPPED")]
-    if not left:
-        return
+) -> bool:
+    """Run every trial that has not ended yet; return whether the time budget ended it before."""
+    search, optuna = sweep.search, sweep.search.searcher == "optuna"
+    left = [p for p in points if status_of(folder / "trials" / p.id)["status"] not in ENDED]
+    if not left and not optuna:
+        return False
+    in_turns = search.scheduler[0] in ("hyperband", "pbt")
+    shared = None if options.no_share or search.scheduler[0] == "pbt" else Cache(folder.parent / ".prefixes")
     with _cluster(options, console):
         here = ray.util.get_node_ip_address()
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        at_a_time = concurrency([p.experiment for p in left], search.concurrent, nodes)
-        shares = {p.id: share(p.experiment, nodes, at_a_time, here) for p in left}
-        trainable = tune.with_parameters(
-            Trial, directory=str(folder), datasets={k: ray.put(d) for k, d in datasets.items()}, shares=shares
-        )
-        trainable = tune.with_resources(
-            trainable,
-            lambda config: tune.PlacementGroupFactory(shares[config["trial"]].bundles(), strategy="SPREAD"),
-        )
-        rounds = {p.id: (p.name, _rounds(p)) for p in points}
-        with View(folder, rounds, console, options.quiet) as view, interruptible():
-            tune.Tuner(
+        wanted = left or points
+        at_a_time = concurrency([p.experiment for p in wanted], search.concurrent, nodes)
+
+        def assign(point: Point, concurrent: int) -> dict[str, Any]:
+            return {"trial": point.id, "share": asdict(share(point.experiment, nodes, concurrent, here))}
+
+        @remember
+        def beginnings(id: str) -> list[Prefix]:
+            e = by_id[id].experiment
+            device = "cuda" if share(e, nodes, at_a_time, here).gpu else "cpu"
+            return prefixes(e, checked.dataset(e).digest, device)
+
+        by_id = {p.id: p for p in points}
+        for point in wanted:
+            assign(point, at_a_time)  # refuses now what can never be placed
+        with View(folder, {p.id: (p.name, len(plan(p.experiment))) for p in points}, console, options.quiet) as view:
+
+            def begin(point: Point) -> None:
+                """Make the directory of a trial that was proposed just now."""
+                checked.check(point)
+                create(folder, point, checked.dataset(point.experiment), checked.partition(point.experiment))
+                by_id[point.id] = point
+                view.add(point.id, point.name, len(plan(point.experiment)))
+
+            feeding: dict[str, Any] = {
+                "at_a_time": at_a_time,
+                "assign": assign,
+                "cache": shared,
+                "prefixes": lambda point: beginnings(point.id),
+            }
+            if optuna:
+                feeder: Feeder | None = Proposer(sweep, points, begin, lambda p: scored(folder, search, p), **feeding)
+                count = search.samples * len(seeds(sweep)) - sum(p not in left for p in points)
+            else:
+                feeder, count = None if in_turns else Feeder(left, **feeding), len(left)
+            if count <= 0:
+                return False
+            trainable = tune.with_parameters(
+                Trial,
+                directory=str(folder),
+                datasets={k: ray.put(d) for k, d in checked.datasets.items()},
+                cache=None if shared is None else str(shared.folder),
+            )
+            trainable = tune.with_resources(
                 trainable,
-                param_space={"trial": tune.grid_search([p.id for p in left])},
-                tune_config=tune.TuneConfig(
-                    metric=search.metric,
-                    mode=search.mode,
-                    scheduler=_scheduler(search, left),
-                    max_concurrent_trials=at_a_time,
-                    reuse_actors=True,
-                    trial_dirname_creator=lambda trial: trial.config["trial"],
-                ),
-                run_config=tune.RunConfig(
-                    name="tune",
-                    storage_path=str(folder),
-                    callbacks=[Reporter(folder, mirror, view)],
-                    failure_config=tune.FailureConfig(max_failures=1),
-                    verbose=0,
-                ),
-            ).fit()
+                lambda config: tune.PlacementGroupFactory(Share(**config["share"]).bundles(), strategy="SPREAD"),
+            )
+            reporter = Reporter(folder, mirror, view, search.budget)
+            with interruptible():
+                tune.Tuner(
+                    trainable,
+                    param_space=None if feeder else _listed(left, assign, at_a_time, search.scheduler[0] == "pbt"),
+                    tune_config=tune.TuneConfig(
+                        metric=search.metric,
+                        mode=search.mode,
+                        search_alg=feeder,
+                        num_samples=count if feeder else 1,
+                        scheduler=_scheduler(sweep, wanted),
+                        time_budget_s=search.budget,
+                        reuse_actors=True,
+                        trial_dirname_creator=lambda trial: trial.config["trial"],
+                    ),
+                    run_config=tune.RunConfig(
+                        name="tune",
+                        storage_path=str(folder),
+                        callbacks=[reporter],
+                        failure_config=tune.FailureConfig(max_failures=1),
+                        verbose=0,
+                    ),
+                ).fit()
+            return reporter.out_of_time
+
+
+def _listed(
+    left: Sequence[Point], assign: Callable[[Point, int], dict[str, Any]], at_a_time: int, varied_too: bool
+) -> dict[str, Any]:
+    """Return all trials at once, for schedulers that let them take turns."""
+    values = [{k: v for k, v in p.params.items() if varied(k)} if varied_too else {} for p in left]
+    configs = [assign(p, at_a_time) | own for p, own in zip(left, values, strict=True)]
+    # One list of whole configurations: a grid over each key would be their product.
+    number = tune.grid_search(list(range(len(configs))))
+    keys = dict.fromkeys(key for config in configs for key in config)
+
+    def pick(key: str) -> Any:
+        return tune.sample_from(lambda spec: configs[spec.config["number"]][key])
+
+    return {"number": number} | {key: pick(key) for key in keys}
 
 
 class Reporter(tune.Callback):  # type: ignore[misc]
     """Passes on what Tune says of the trials' lives."""
 
-    def __init__(self, folder: Path, mirror: Mirror, view: View) -> None:
+    def __init__(self, folder: Path, mirror: Mirror, view: View, budget: float | None) -> None:
         self.folder, self.mirror, self.view = folder, mirror, view
+        self.deadline = None if budget is None else time.monotonic() + budget
 
     def __getstate__(self) -> dict[str, Any]:
         """Tune pickles its callbacks to restore a sweep; ours is restored from its directory instead."""
         return {}
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether the sweep's time is used up."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial begins, or begins again."""
@@ -93,8 +169,8 @@ class Reporter(tune.Callback):  # type: ignore[misc]
         self.view.status(id, "running")
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A trial is done, or was stopped early by the scheduler."""
-        self._end(trial, "STOPPED")
+        """A trial is done, or was stopped early by the scheduler, or because time is up."""
+        self._end(trial, "KILLED" if self.out_of_time else "STOPPED")
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial has failed for good."""
@@ -112,15 +188,37 @@ class Reporter(tune.Callback):  # type: ignore[misc]
         self.view.status(id, status_of(path)["status"].lower())
 
 
-def _rounds(point: Point) -> int:
-    return sum(point.experiment.rounds if p.rounds is None else p.rounds for _, p in point.experiment.chain().phases())
+def _scheduler(sweep: Sweep, points: Sequence[Point]) -> Any:
+    """Return Tune's scheduler, whose clock are the rounds of the first phase, where alone trials are stopped."""
+    name, numbers = sweep.search.scheduler
+    extra: dict[str, Any] = {}
+    if name == "pbt":
+        random.seed(0)
+        opened = {path: leaf for path, leaf in leaves(sweep).items() if varied(path) and leaf.kind != "sample"}
+        extra = {
+            "mutations": {path: _variations(leaf) for path, leaf in opened.items()},
+            "explore": lambda config: config | _within(config, opened),
+        }
+    return SCHEDULERS[name](**numbers).make([p.experiment.rounds for p in points], **extra)
 
 
-def _scheduler(search: Search, points: Sequence[Point]) -> TrialScheduler:
-    if search.scheduler == "asha":
-        longest = max(p.experiment.rounds for p in points)
-        return ASHAScheduler(time_attr="round", max_t=longest + 1, grace_period=max(1, longest // 8))
-    return FIFOScheduler()
+def _variations(leaf: Open) -> Any:
+    """Return what population based training draws from: a list, in which it moves to a neighbour, or a domain."""
+    return list(leaf.values) if leaf.kind in ("grid", "choice") else tune_domain(leaf)
+
+
+def _within(config: Mapping[str, Any], opened: Mapping[str, Open]) -> dict[str, Any]:
+    """Bring varied values back into their ranges."""
+    found = {}
+    for path, leaf in opened.items():
+        value = config[path]
+        if leaf.kind not in ("grid", "choice"):
+            low, high, step = (*leaf.values, None)[:3]
+            high = high - 1 if leaf.kind == "randint" else high
+            value = min(max(value, low), high)
+            value = round(value) if leaf.kind == "randint" else round(value / step) * step if step else value
+        found[path] = value
+    return found
 
 
 @contextmanager

@@ -22,11 +22,13 @@ import yaml
 from filelock import FileLock
 
 from orchestrator.spool import Point, SpooledTrial, count_lines, parameters, read_json, valid_name, written_at
+from orchestrator.summary import history, reused
 
 POLL, SLOWEST = 0.5, 15.0  # seconds between two looks at the files; the longest pause after an error
 METRICS, ENTRIES = 800, 100  # in one request; MLflow's limits are 100 params, 100 tags, 1000 of everything
 NOTE = "mlflow.note.content"
-NOTHING: dict[str, Any] = {"experiment_id": None, "parent": None, "runs": {}, "offsets": {}, "done": {}}
+PER_TRIAL = "runs", "offsets", "done"
+NOTHING: dict[str, Any] = {"experiment_id": None, "parent": None, "superseded": [], **{name: {} for name in PER_TRIAL}}
 ENDS = {"FINISHED": "FINISHED", "STOPPED": "FINISHED", "FAILED": "FAILED", "KILLED": "KILLED"}
 DEFAULTS = {
     # One try per request: a POST that is repeated below us can create a run twice; our loop looks before it creates.
@@ -111,6 +113,12 @@ class Mirror:
         with self._lock:
             self._trials.setdefault(trial_id, SpooledTrial(self.dir / "trials" / trial_id)).ended = True
         self._wake.set()
+
+    def supersede(self, trial_id: str) -> None:
+        """Forget the run of a trial that is run again with more rounds; MLflow keeps it among its deleted ones."""
+        runs, offsets, done = ({k: v for k, v in self._record[name].items() if k != trial_id} for name in PER_TRIAL)
+        old = [run for run in [self._record["runs"].get(trial_id)] if run]
+        self._save(runs=runs, offsets=offsets, done=done, superseded=[*self._record["superseded"], *old])
 
     def run_id(self, trial_id: str) -> str | None:
         """Return the MLflow run of a trial, once it has one."""
@@ -220,6 +228,9 @@ class Mirror:
         self._save(experiment_id=experiment, parent=parent)
         self._log(client, parent, tags=self._record["tags"])
         client.update_run(parent, status="RUNNING")
+        for run in self._record["superseded"]:
+            client.delete_run(run)
+        self._save(superseded=[])
         for path in sorted(self.dir.glob("trials/*/status.json")):
             if read_json(path).get("status") in ENDS and path.parent.name not in self._trials:
                 self.finish(path.parent.name)
@@ -256,7 +267,8 @@ class Mirror:
     def _describe(self, trial_id: str, trial: SpooledTrial) -> str:
         """Find or create a trial's run; it is put on record when it is complete, so a crash half-way is repaired."""
         about = json.loads((trial.folder / "trial.json").read_text())
-        key, name = f"{self._record['sweep']}/{trial_id}", str(about.get("name", trial_id))
+        edition = f"@{about['edition']}" if "edition" in about else ""  # run again with more rounds
+        key, name = f"{self._record['sweep']}/{trial_id}{edition}", str(about.get("name", trial_id))
         tags = {"orchestrator.key": key, "mlflow.parentRunId": self._record["parent"], "mlflow.runName": name}
         experiment = self._record["experiment_id"]
         run = _find(self._client, experiment, key)
@@ -290,6 +302,8 @@ class Mirror:
         if any(trial.folder.glob("artifacts/*")):
             self._client.log_artifacts(run, str(trial.folder / "artifacts"))
         tags = {"orchestrator.stopped_early": "true"} if status == "STOPPED" else {}
+        if shared := reused(history(trial.folder)):
+            tags["reused"] = "; ".join(shared)
         if status == "FAILED" and error:
             tags[NOTE] = "\n".join(["```", *error.strip().splitlines()[-20:], "```"])
         self._log(self._client, run, tags=tags)

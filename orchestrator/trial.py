@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,58 +15,67 @@ import yaml
 from ray import tune
 
 from orchestrator.actors import Pool
-from orchestrator.checkpoint import set_status, write_json
+from orchestrator.checkpoint import RunDirectory, set_status, write, write_json
 from orchestrator.client import ClientFailed, claim
 from orchestrator.data import describe
 from orchestrator.driver import Driver, data_key, split_for
-from orchestrator.experiment import Experiment
+from orchestrator.experiment import Experiment, dump, read
+from orchestrator.prefixes import Cache, prefixes
 from orchestrator.resources import Share
+from orchestrator.space import fill
 
 
 class Trial(tune.Trainable):  # type: ignore[misc]
     """One experiment as a Tune trial; a step is what lies between two evaluations."""
 
-    def setup(
-        self, config: dict[str, Any], directory: str, datasets: Mapping[str, Any], shares: Mapping[str, Share]
-    ) -> None:
+    def setup(self, config: dict[str, Any], directory: str, datasets: Mapping[str, Any], cache: str | None) -> None:
         """Remember what to run; Tune may make an actor that it then does not use, so nothing is touched yet."""
-        self.folder, self.datasets, self.shares = Path(directory), datasets, shares
+        self.folder, self.datasets = Path(directory), datasets
+        self.cache = None if cache is None else Cache(Path(cache))
         self.pool: Pool | None = None
         self.driver: Driver | None = None
+        self.lease: Any = None
+
+    @property
+    def path(self) -> Path:
+        """The trial's directory."""
+        return self.folder / "trials" / str(self.config["trial"])
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Serve the next trial with the same actors."""
         self.driver = None
+        self._release()
         return True
 
     def _open(self) -> Driver:
-        """Take up the run in its directory, or begin it."""
-        text = (self.path / "experiment.yaml").read_text(encoding="utf-8")
-        experiment = Experiment.model_validate(yaml.safe_load(text))
+        """Take up the run in its directory, or where another has left what both have in common, or begin it."""
+        experiment = self._experiment()
         set_status(self.path, "RUNNING")
         torch.set_num_threads(experiment.cluster.threads)
         reference = self.datasets[data_key(experiment)]
         dataset = ray.get(reference)
+        share = Share(**self.config["share"])
+        device = claim(share.driver_gpu)
+        self.prefixes = prefixes(experiment, dataset.digest, "cuda" if share.gpu else "cpu") if self.cache else []
+        self._share_work()
         parts = split_for(experiment, dataset)
         artifacts = self.path / "artifacts"
         artifacts.mkdir(exist_ok=True)
         parts.save(artifacts / "split.npz")
         write_json(artifacts / "data.json", describe(dataset, parts))
         if self.pool is None:
-            share = self.shares[self.config["trial"]]
             self.pool = Pool(share.actors, share.cpu, share.gpu)
         self.pool.load(experiment, reference, parts)
-        device = claim(self.shares[self.config["trial"]].driver_gpu)
         return Driver(experiment, dataset, parts, self.pool, self.path, device)
 
     def step(self) -> dict[str, Any]:
         """Run until there are scores; phases after the first are one step, since nothing may stop them early."""
-        self.path = self.folder / "trials" / self.config["trial"]
         try:
             return self._step()
         except Exception as error:
             # Leave the reason where people look for it.
             set_status(self.path, "FAILED", error=f"{error}\n{traceback.format_exc()}")
+            self._release()
             if isinstance(error, ClientFailed):
                 return {"done": True}  # the same again would only fail again
             raise
@@ -74,20 +85,92 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         line = driver.history[-1] if driver.history else {"metrics": {}}
         while not driver.done:
             line = driver.advance()
+            driver = self._leave_work(driver)
             first = next((turn.number for turn in driver.plan if turn.phase.scored), 0)
             if not driver.done and driver.plan[driver.round].number == first and "time/evaluate" in line["metrics"]:
                 break
         if driver.done and self.pool is not None:
             set_status(self.path, "FINISHED", fingerprint=driver.fingerprint(), restarts=self.pool.restarts)
-        return {**line["metrics"], "round": driver.round, "done": driver.done}
-
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Tune keeps nothing: the run directory is the checkpoint."""
-
-    def load_checkpoint(self, checkpoint: Any) -> None:
-        """Nothing to load: `_open` takes the run up."""
+            self._release()
+        return {**driver.history[-1]["metrics"], "round": driver.round, "done": driver.done}
 
     def cleanup(self) -> None:
         """End the client actors."""
+        self._release()
         if self.pool is not None:
             self.pool.close()
+
+    # Work that trials have in common ---------------------------------------------------------------------------------
+
+    def _share_work(self) -> None:
+        """Take over what others have computed; wait for what somebody is computing; claim what comes next."""
+        while self.cache is not None:
+            self.cache.adopt(self.path, self.prefixes)
+            saved = RunDirectory(self.path).saved_round
+            following = next((prefix for prefix in self.prefixes if prefix.turn > saved), None)
+            if following is None:
+                return
+            self.lease = self.cache.lease(following)
+            if self.lease is None:
+                time.sleep(0.5)
+            elif self.cache.holds(following):  # published since we looked
+                self._release()
+            else:
+                return
+
+    def _leave_work(self, driver: Driver) -> Driver:
+        """Leave the end of a phase to others; take up again if somebody else is already at the next."""
+        prefix = next((prefix for prefix in self.prefixes if prefix.turn == driver.round), None)
+        if self.cache is None or prefix is None or driver.directory is None:
+            return driver
+        self.cache.publish(driver.directory, prefix, f"{self.folder.name}/{self.path.name}", driver.asked_progress)
+        self._release()
+        following = next((each for each in self.prefixes if each.turn > driver.round), None)
+        if following is None:
+            return driver
+        self.lease = self.cache.lease(following)
+        if self.lease is None or self.cache.holds(following):
+            self._release()
+            self.driver = self._open()
+            return self.driver
+        return driver
+
+    def _release(self) -> None:
+        if self.lease is not None:
+            self.lease.release()
+            self.lease = None
+
+    # Schedulers that let trials wait, and that move weights between them ---------------------------------------------
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Save the run in its own directory; Tune keeps only a word of where that is."""
+        assert self.driver is not None
+        self.driver.checkpoint()
+        at = self.path / "snapshots" / str(self.driver.round)
+        if not at.exists():
+            RunDirectory(self.path).copy_to(at)
+        write_json(Path(checkpoint_dir) / "trial.json", {"trial": self.config["trial"], "snapshot": str(at)})
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        """Take over the weights of another trial; its own are in its directory."""
+        about = json.loads((Path(checkpoint_dir) / "trial.json").read_text(encoding="utf-8"))
+        if about["trial"] != self.config["trial"]:
+            self.driver = None
+            RunDirectory(self.path).exchange(Path(about["snapshot"]))
+            note = {"round": int(Path(about["snapshot"]).name), "from": about["trial"], "values": self._values()}
+            with (self.path / "lineage.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(note) + "\n")
+
+    def _values(self) -> dict[str, Any]:
+        """Return the values that Tune gives to open leaves, and may change while the trial runs."""
+        return {name: value for name, value in self.config.items() if name not in ("trial", "share")}
+
+    def _experiment(self) -> Experiment:
+        """Read the trial's experiment, with what Tune has changed since."""
+        about = json.loads((self.path / "trial.json").read_text(encoding="utf-8"))
+        if about["params"] != about["params"] | self._values():
+            changed = fill(read(self.folder / "sweep.yaml"), about["params"] | self._values(), self.path.name)
+            write(self.path / "experiment.yaml", dump(changed.experiment).encode())
+            write_json(self.path / "trial.json", about | {"params": changed.params})
+        text = (self.path / "experiment.yaml").read_text(encoding="utf-8")
+        return Experiment.model_validate(yaml.safe_load(text))

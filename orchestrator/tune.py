@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
 from rich.console import Console
 
 import search_spaces
+from orchestrator import folder, preflight, tracking
 from orchestrator import summary as results
-from orchestrator import tracking
-from orchestrator.checkpoint import set_status, status_of, write, write_json
-from orchestrator.client import network
-from orchestrator.data import DataError, Dataset, load
-from orchestrator.driver import data_key, split_for
-from orchestrator.experiment import InputError, Search, Sweep, dump, dump_sweep, filled_in, read
-from orchestrator.resources import Share, concurrency, share
+from orchestrator.checkpoint import set_status, status_of
+from orchestrator.data import DataError
+from orchestrator.experiment import InputError, Sweep, read
+from orchestrator.prefixes import Cache
 from orchestrator.signals import Interrupted, listen
-from orchestrator.space import Trial as Point
+from orchestrator.space import Trial
 from orchestrator.space import trials as expand
 
 #: Nothing phones home, Tune neither moves us to another directory nor writes what we write ourselves, and it leaves
@@ -43,7 +39,6 @@ ENVIRONMENT = {
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a method without a shared model reports none
 }
-NAME = re.compile(r"[\w][\w.+-]{0,99}")
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -54,9 +49,12 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("file", nargs="?", type=Path, help="sweep or experiment (YAML); default: a small demonstration")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="override a leaf; repeatable")
+    parser.add_argument("--preset", help="a variant that the file describes, e.g. smoke")
     parser.add_argument("--name", help="name of the run's directory (default: the file's name)")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="where directories are made (default: runs)")
     parser.add_argument("--resume", action="store_true", help="continue what was interrupted")
+    parser.add_argument("--extend", metavar="WHAT=N", help="continue a finished sweep: rounds=N or samples=N")
+    parser.add_argument("--no-share", action="store_true", help="train what trials have in common in each of them")
     address = os.environ.get("RAY_ADDRESS")
     parser.add_argument("--address", default=address, help="a running Ray cluster (default: start one here)")
     parser.add_argument("--num-cpus", type=_amount, help="CPUs to use on this machine")
@@ -95,222 +93,117 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace, console: Console) -> int:
     """Check everything, then run what is left to run, then tell what came out."""
     listen()
-    folder, sweep, points = _prepare(options)
-    _check_metric(sweep.search.metric, points)
-    datasets, partitions = _check(points)
-    if options.address:
-        _knock(options.address)
-    # What a cluster has is known only once it is joined.
-    at_a_time, shares = (0, {}) if options.address else _shares(points, sweep.search, options)
-    if options.dry_run:
-        _show(points, shares, at_a_time, console)
-        return 0
     out = options.out.resolve()
-    _write(folder, sweep, points, datasets, partitions)
+    directory, sweep, trials = _prepare(options, out)
+    # Where trials are proposed one by one, some possible ones stand for them all.
+    examples = trials or [replace(t, id="-") for t in expand(sweep)[:20]]
+    preflight.check_metric(sweep.search.metric, examples)
+    checked = preflight.Checked()
+    for trial in [*examples, *trials]:
+        checked.check(trial)
+    if options.address:
+        preflight.knock(options.address)
+    # What a cluster has is known only once it is joined.
+    at_a_time, shares = (0, {}) if options.address else preflight.shares(examples, sweep.search, options)
+    if options.dry_run:
+        optuna = sweep.search.searcher == "optuna"
+        more = f", {sweep.search.samples} proposed by optuna, of which these are possible ones" if optuna else ""
+        preflight.show(examples, shares, at_a_time, more, console)
+        return 0
+    (directory / "trials").mkdir(parents=True, exist_ok=True)
     uri = options.tracking_uri or tracking.default_uri(out)
-    stem = _stem(options)
-    mirror = tracking.Mirror(uri, folder, experiment=stem, tags=_environment())
+    mirror = tracking.Mirror(uri, directory, experiment=folder.stem(options.file), tags=_environment())
+    if options.extend:
+        _extend(directory, trials, checked, mirror, out)
+    for trial in trials:
+        folder.create(directory, trial, checked.dataset(trial.experiment), checked.partition(trial.experiment))
+    if options.extend or not (directory / "sweep.yaml").exists():
+        folder.commit(directory, sweep)
     mirror.start()
-    status = "FAILED"
+    status, out_of_time = "FAILED", False
     try:
         from orchestrator.sweep import run_sweep  # Ray is imported only once all is known to be good
 
-        run_sweep(folder, points, sweep.search, datasets, mirror, options, console)
+        out_of_time = run_sweep(directory, trials, sweep, checked, mirror, options, console)
         status = "FINISHED"
     except Interrupted:
         status = "KILLED"
         raise
     finally:
         # The second signal ends us at once; the first still leaves everything in order.
-        _settle(folder, status, mirror)
-        found = results.write_summary(folder, sweep.search, {p.id: mirror.run_id(p.id) for p in points})
+        _settle(directory, status, mirror)
+        ids = [path.name for path in (directory / "trials").iterdir()]
+        found = results.write_summary(directory, sweep.search, {id: mirror.run_id(id) for id in ids})
         best = results.best(found)
+        well = _all_well(found, out_of_time)
         owed = mirror.close(
-            status if status != "FINISHED" or _all_well(found) else "FAILED",
-            summary=folder / "summary.json",
+            status if status != "FINISHED" or well else "FAILED",
+            summary=directory / "summary.json",
             note=_note(found, options),
             metrics={}
             if best is None
             else {f"best/{m}": mean(best.values(m)) for m in results.HEADLINE if best.values(m)},
             timeout=30.0 if status == "FINISHED" else 8.0,
         )
-        _tell(found, best, folder, uri, owed, mirror, console)
-        if status != "FINISHED":
-            words = [sys.executable, "-m", "orchestrator.tune", "--resume", "--name", folder.name, "--out", str(out)]
+        _tell(found, best, directory, uri, owed, mirror, console)
+        if out_of_time:
+            console.print("the time budget is used up", highlight=False)
+        if status != "FINISHED" or out_of_time:
+            words = [sys.executable, "-m", "orchestrator.tune", "--resume", "--name", directory.name, "--out", str(out)]
             console.print(f"to continue, type:\n  {shlex.join(words)}", markup=False, highlight=False, soft_wrap=True)
-    return 0 if _all_well(found) else 1
+    return 0 if well else 1
 
 
 # Before anything starts ---------------------------------------------------------------------------------------------
 
 
-def _prepare(options: argparse.Namespace) -> tuple[Path, Sweep, list[Point]]:
-    """Read what to run, and find or choose its directory."""
-    out = options.out.resolve()
-    stem = _stem(options)
-    if options.name is not None and not NAME.fullmatch(options.name):
+def _prepare(options: argparse.Namespace, out: Path) -> tuple[Path, Sweep, list[Trial]]:
+    """Read what to run, and find or choose its directory; Optuna's trials are not known before they run."""
+    stem = folder.stem(options.file)
+    if options.name is not None and not folder.NAME.fullmatch(options.name):
         raise InputError([f"--name {options.name!r}: use letters, digits, '.', '_', '+' and '-', at most 100 of them"])
-    if options.resume:
-        folder = out / (options.name or _newest(out, stem))
-        if not (folder / "sweep.yaml").is_file():
-            raise InputError([f"--resume: there is no sweep in {folder}; give the right --name and --out"])
-        sweep = read(folder / "sweep.yaml", None, options.set)
-        points = expand(sweep)
-        if options.set or dump_sweep(sweep) != (folder / "sweep.yaml").read_text(encoding="utf-8"):
-            raise InputError(["--resume: a sweep is continued as it was; drop --set, or start a new one"])
-        return folder, sweep, points
-    if options.file is None:
-        sweep = read(Path(search_spaces.__file__).with_name("quickstart.yaml"), None, options.set)
-    else:
-        sweep = read(options.file, None, options.set)
-    points = expand(sweep)
-    folder = out / (options.name or _free(out, stem))
-    if folder.exists():
-        raise InputError([f"{folder} exists; choose another --name, or continue it with --resume"])
-    return folder, sweep, points
+    if options.resume and options.extend:
+        raise InputError(["--extend: continue with --resume what was interrupted, and extend it when it is done"])
+    if options.resume or options.extend:
+        directory = out / (options.name or folder.newest(out, stem))
+        flag = "--resume" if options.resume else "--extend"
+        sweep = folder.reopen(directory, flag, [*options.set, *([options.preset] if options.preset else [])])
+        if options.resume:
+            return directory, sweep, folder.known(directory)
+        return directory, *folder.extended(directory, sweep, options.extend)
+    path = options.file or Path(search_spaces.__file__).with_name("quickstart.yaml")
+    sweep = read(path, None, options.set, options.preset)
+    directory = out / (options.name or folder.free(out, stem))
+    if directory.exists():
+        raise InputError([f"{directory} exists; choose another --name, or continue it with --resume"])
+    return directory, sweep, [] if sweep.search.searcher == "optuna" else expand(sweep)
 
 
-def _stem(options: argparse.Namespace) -> str:
-    """Return the file's name as the beginning of a directory's."""
-    return re.sub(r"[^\w.+-]", "_", options.file.stem).lstrip(".+-")[:90] or "sweep" if options.file else "quickstart"
-
-
-def _taken(out: Path, stem: str) -> list[int]:
-    """Return the numbers of the directories stem, stem-2, stem-3 and so on that exist."""
-    found = (re.fullmatch(rf"{re.escape(stem)}(?:-(\d+))?", p.name) for p in out.iterdir()) if out.is_dir() else ()
-    return sorted(int(m[1] or 1) for m in found if m)
-
-
-def _free(out: Path, stem: str) -> str:
-    taken = _taken(out, stem)
-    return f"{stem}-{taken[-1] + 1}" if taken else stem
-
-
-def _newest(out: Path, stem: str) -> str:
-    taken = _taken(out, stem)
-    return f"{stem}-{taken[-1]}" if taken and taken[-1] > 1 else stem
-
-
-def _check_metric(metric: str, points: Sequence[Point]) -> None:
-    """Refuse to rank by a metric that some trial will not report."""
-    kind = metric.split("/")[0]
-    for point in points:
-        e = point.experiment
-        if kind in ("generic", "personal") and kind not in e.evaluate.what:
-            raise InputError([f"search.metric: {metric} is not reported: evaluate.what lacks '{kind}'"])
-        if kind == "validation" and not (e.data.validation and "personal" in e.evaluate.what):
-            raise InputError([f"search.metric: {metric} needs data.validation > 0 and evaluate.what with 'personal'"])
-
-
-def _check(points: Sequence[Point]) -> tuple[dict[str, Dataset], dict[str, str]]:
-    """Load all data, cut all partitions and build all networks once, so that mistakes show before Ray starts.
-
-    Return the data sets, and the digest of each trial's partition.
-    """
-    datasets: dict[str, Dataset] = {}
-    digests: dict[Any, str] = {}
-    built = set()
-    for point in points:
-        experiment = point.experiment
-        key = data_key(experiment)
-        if key not in datasets:
-            datasets[key] = load(experiment.data.name, experiment.data.root)
-        cut = experiment.data, experiment.seed
-        if cut not in digests:
-            try:
-                digests[cut] = split_for(experiment, datasets[key]).digest
-            except DataError as error:
-                raise InputError([f"data (trial {point.id}): {error}"]) from None
-        form = key, experiment.model, tuple(part.experts for part in experiment.chain().parts)
-        if form not in built:
-            try:
-                network(experiment, datasets[key])
-            except ValueError as error:
-                raise InputError([f"model: {error}"]) from None
-            built.add(form)
-    return datasets, {p.id: digests[p.experiment.data, p.experiment.seed] for p in points}
-
-
-def _knock(address: str) -> None:
-    """Refuse the address of a cluster where nobody answers, for which Ray would wait minutes."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if colon and port.isdecimal():
-        try:
-            socket.create_connection((host, int(port)), timeout=5).close()
-        except OSError as error:
-            raise InputError(
-                [f"--address {address}: nobody answers there ({error}); start the cluster first"]
-            ) from None
-
-
-def _shares(points: Sequence[Point], search: Search, options: argparse.Namespace) -> tuple[int, dict[str, Share]]:
-    """Return how many trials would run at a time on this machine, and what each would get; refuse what cannot fit."""
-    cpus = options.num_cpus if options.num_cpus is not None else float(os.cpu_count() or 1)
-    gpus = options.num_gpus if options.num_gpus is not None else float(torch.cuda.device_count())
-    here = [{"CPU": cpus, "GPU": gpus, "node:here": 1.0}]
-    at_a_time = concurrency([p.experiment for p in points], search.concurrent, here)
-    return at_a_time, {p.id: share(p.experiment, here, at_a_time, "here") for p in points}
-
-
-def _show(points: Sequence[Point], shares: Mapping[str, Share], at_a_time: int, console: Console) -> None:
-    """Print what would run."""
-    for point in points:
-        console.print(f"# trial {point.id}: {point.name}", markup=False, highlight=False)
-        if point.id in shares:
-            got = shares[point.id]
-            console.print(f"# asks for {got.actors} client actor(s) with {got.cpu:g} CPU and {got.gpu:g} GPU each")
-        console.print(dump(point.experiment), markup=False, highlight=False)
-    where = f", {at_a_time} at a time on this machine" if shares else ""
-    console.print(f"{len(points)} trial(s){where}; nothing was started.")
-
-
-def _write(
-    folder: Path,
-    sweep: Sweep,
-    points: Sequence[Point],
-    datasets: Mapping[str, Dataset],
-    partitions: Mapping[str, str],
+def _extend(
+    directory: Path, trials: Sequence[Trial], checked: preflight.Checked, mirror: tracking.Mirror, out: Path
 ) -> None:
-    """Lay out the sweep's directory, unless it is there already."""
-    (folder / "trials").mkdir(parents=True, exist_ok=True)
-    for point in points:
-        path, e = folder / "trials" / point.id, point.experiment
-        path.mkdir(exist_ok=True)
-        dataset = datasets[data_key(e)]
-        tags = {
-            "algorithm": "+".join(part.name for part in e.chain().parts),
-            "data": e.data.name,
-            "data.digest": dataset.digest,
-            "data.partition": partitions[point.id],
-            "imbalance": f"{e.data.imbalance:g}",
-            "alpha": f"{e.data.alpha:g}",
-            "clients": str(e.data.clients),
-            "model": str(e.model.name),
-            "seed": str(e.seed),
-        }
-        data = {"name": dataset.name, "digest": dataset.digest, "source": e.data.root or e.data.name}
-        trial = {"id": point.id, "name": point.name, "params": point.params, "tags": tags, "data": data}
-        if not (path / "trial.json").exists():
-            write(path / "experiment.yaml", dump(e).encode())
-            write_json(path / "trial.json", trial)
-    # Written last: a directory with it is complete and may be resumed.
-    if not (folder / "sweep.yaml").exists():
-        write(folder / "sweep.yaml", dump_sweep(filled_in(sweep)).encode())
+    """Put the results of shorter runs aside."""
+    cache = Cache(out / ".prefixes")
+    for trial in trials:
+        digest = checked.dataset(trial.experiment).digest
+        if (directory / "trials" / trial.id).exists() and folder.lengthen(directory, trial, cache, digest):
+            mirror.supersede(trial.id)
 
 
 # The end ------------------------------------------------------------------------------------------------
 
 
-def _settle(folder: Path, status: str, mirror: tracking.Mirror) -> None:
+def _settle(directory: Path, status: str, mirror: tracking.Mirror) -> None:
     """Give every trial that was running when we stopped its final status."""
-    for path in sorted((folder / "trials").iterdir()):
+    for path in sorted((directory / "trials").iterdir()):
         if status_of(path)["status"] == "RUNNING":
             set_status(path, "KILLED" if status == "KILLED" else "FAILED", error="the sweep ended before the trial did")
             mirror.finish(path.name)
 
 
-def _all_well(found: Mapping[str, Any]) -> bool:
-    return all(t["status"] in ("FINISHED", "STOPPED") for t in found["trials"])
+def _all_well(found: Mapping[str, Any], out_of_time: bool) -> bool:
+    good = {*folder.ENDED, *(("KILLED", "WAITING") if out_of_time else ())}
+    return all(t["status"] in good for t in found["trials"])
 
 
 def _environment() -> dict[str, str]:
@@ -338,7 +231,7 @@ def _note(found: Mapping[str, Any], options: argparse.Namespace) -> str:
 def _tell(
     found: Mapping[str, Any],
     best: results.Configuration | None,
-    folder: Path,
+    directory: Path,
     uri: str,
     owed: int,
     mirror: tracking.Mirror,
@@ -349,7 +242,7 @@ def _tell(
     for trial in found["trials"]:
         if trial["status"] == "FAILED":
             reason = (trial["error"] or "unknown").splitlines()[0]
-            where = f"{folder}/trials/{trial['id']}/status.json"
+            where = f"{directory}/trials/{trial['id']}/status.json"
             text = f"trial {trial['id']} failed: {reason}\n  the traceback is in {where}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
     if best is not None:
@@ -362,11 +255,11 @@ def _tell(
     elif any(trial["status"] == "FINISHED" for trial in found["trials"]):
         text = f"no best: no finished trial has reported {found['metric']}, by which the sweep ranks"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"results: {folder}", highlight=False)
+    console.print(f"results: {directory}", highlight=False)
     if owed:
         text = (
             f"MLflow could not be reached ({mirror.last_error}); {owed} lines and endings wait in the directory. "
-            f"Later, type:\n  {sys.executable} -m orchestrator.tracking sync {folder} --tracking-uri {uri}"
+            f"Later, type:\n  {sys.executable} -m orchestrator.tracking sync {directory} --tracking-uri {uri}"
         )
     else:
         text = f"to browse them, type:\n  {tracking.ui_command(uri)}"

@@ -55,6 +55,11 @@ class View:
         if self._live.is_started:
             self._live.stop()
 
+    def add(self, id: str, name: str, rounds: int) -> None:
+        """Follow one more trial."""
+        with self._lock:
+            self.rows = self.rows | {id: _Row(name, rounds)}
+
     def status(self, id: str, status: str) -> None:
         """Note that a trial has started or ended."""
         self._read(id)

@@ -29,6 +29,7 @@ KINDS = {
     "loguniform": "[lowest, highest]",
     "quniform": "[lowest, highest, step]",
     "randint": "[lowest, one above the highest]",
+    "sample": 'an expression such as "local.lr / 10"',
 }
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -68,6 +69,10 @@ class Open:
         wanted = f"!{self.kind} takes {KINDS[self.kind]}"
         if any(isinstance(inner, Open) for inner in walk(self.values)):
             raise ValueError("an open leaf inside another is not possible; list the combinations, or open two leaves")
+        if self.kind == "sample":
+            if len(self.values) != 1 or not isinstance(self.values[0], str):
+                raise ValueError(wanted)
+            return
         if self.kind in ("choice", "grid"):
             if not self.values:
                 raise ValueError(f"{wanted}: at least one value")
@@ -251,10 +256,10 @@ class _Parser:
         kind = tag.removeprefix("!")
         if kind not in KINDS:
             raise self.error(event, path, f"unknown tag '{tag}'; {nearest(tag, ['!' + k for k in KINDS])}")
-        if not isinstance(event, yaml.SequenceStartEvent):
-            raise self.error(event, path, f"{tag} takes {KINDS[kind]}, a list")
+        if not isinstance(event, yaml.ScalarEvent if kind == "sample" else yaml.SequenceStartEvent):
+            raise self.error(event, path, f"{tag} takes {KINDS[kind]}{', a list' * (kind != 'sample')}")
         outside, self.places = self.places, {}  # an error in a candidate is shown at the leaf
-        values = self.plain(event, path)
+        values = [event.value] if isinstance(event, yaml.ScalarEvent) else self.plain(event, path)
         self.places = outside
         try:
             return Open(kind, tuple(values), place)
@@ -295,7 +300,12 @@ class _Dumper(yaml.SafeDumper):
 
 _Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_list(value))
 _Dumper.add_representer(
-    Open, lambda dumper, leaf: dumper.represent_sequence(f"!{leaf.kind}", leaf.values, flow_style=True)
+    Open,
+    lambda dumper, leaf: (
+        dumper.represent_scalar("!sample", leaf.values[0])
+        if leaf.kind == "sample"
+        else dumper.represent_sequence(f"!{leaf.kind}", leaf.values, flow_style=True)
+    ),
 )
 # Text that `scalar` would read as a number must be quoted.
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(rf"^(?:{_INT.pattern})$"), list("-+0123456789"))

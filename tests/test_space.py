@@ -73,7 +73,7 @@ def test_leaves_in_the_order_of_the_file():
         ("!randint [1, 2.5]", "!randint takes [lowest, one above the highest]: whole numbers, not 2.5"),
         ("!randint [3, 3]", "!randint takes [lowest, one above the highest]: 3 must be less than 3"),
         ("!gird [1]", "unknown tag '!gird'; did you mean '!grid'?"),
-        ("!sample [1]", "unknown tag '!sample'; "),
+        ("!sample [1]", '!sample takes an expression such as "local.lr / 10"'),
         ("!grid [1, !uniform [0, 1]]", "an open leaf inside another is not possible"),
         ("!grid [{a: [!uniform [0, 1]]}]", "an open leaf inside another is not possible"),
     ],

@@ -1,0 +1,159 @@
+"""A sweep's directory: sweep.yaml, and a directory for each trial; how it is made, read and extended."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from orchestrator.checkpoint import RunDirectory, status_of, write, write_json
+from orchestrator.data import Dataset
+from orchestrator.experiment import Experiment, InputError, Search, Sweep, dump, dump_sweep, filled_in, read
+from orchestrator.prefixes import Cache, prefixes
+from orchestrator.space import Trial, leaves, trials
+
+ENDED = ("FINISHED", "STOPPED")
+NAME = re.compile(r"[\w][\w.+-]{0,99}")
+
+
+def stem(file: Path | None) -> str:
+    """Return the file's name as the beginning of a directory's."""
+    return "quickstart" if file is None else re.sub(r"[^\w.+-]", "_", file.stem).lstrip(".+-")[:90] or "sweep"
+
+
+def free(out: Path, stem: str) -> str:
+    """Return the first of stem, stem-2, stem-3 and so on after those that exist."""
+    taken = _taken(out, stem)
+    return f"{stem}-{taken[-1] + 1}" if taken else stem
+
+
+def newest(out: Path, stem: str) -> str:
+    """Return the last of stem, stem-2, stem-3 and so on that exists."""
+    taken = _taken(out, stem)
+    return f"{stem}-{taken[-1]}" if taken and taken[-1] > 1 else stem
+
+
+def _taken(out: Path, stem: str) -> list[int]:
+    found = (re.fullmatch(rf"{re.escape(stem)}(?:-(\d+))?", p.name) for p in out.iterdir()) if out.is_dir() else ()
+    return sorted(int(m[1] or 1) for m in found if m)
+
+
+def reopen(folder: Path, flag: str, overrides: Sequence[str]) -> Sweep:
+    """Read the sweep of an existing directory."""
+    path = folder / "sweep.yaml"
+    if not path.is_file():
+        raise InputError([f"{flag}: there is no sweep in {folder}; give the right --name and --out"])
+    sweep = read(path, None, overrides)
+    if overrides or dump_sweep(sweep) != path.read_text(encoding="utf-8"):
+        raise InputError([f"{flag}: a sweep is continued as it was; drop --set and --preset, or start a new one"])
+    return sweep
+
+
+def known(folder: Path) -> list[Trial]:
+    """Return the trials of a directory as they stand there."""
+    found = []
+    for path in sorted((folder / "trials").iterdir()):
+        if (path / "trial.json").is_file():
+            about = json.loads((path / "trial.json").read_text(encoding="utf-8"))
+            experiment = Experiment.model_validate(yaml.safe_load((path / "experiment.yaml").read_text("utf-8")))
+            found.append(Trial(path.name, about["params"], experiment, about["name"]))
+    return found
+
+
+def create(folder: Path, trial: Trial, dataset: Dataset, partition: str) -> None:
+    """Make a trial's directory, unless it is there."""
+    path, e = folder / "trials" / trial.id, trial.experiment
+    if (path / "trial.json").exists():
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    tags = {
+        "algorithm": "+".join(part.name for part in e.chain().parts),
+        "data": e.data.name,
+        "data.digest": dataset.digest,
+        "data.partition": partition,
+        "imbalance": f"{e.data.imbalance:g}",
+        "alpha": f"{e.data.alpha:g}",
+        "clients": str(e.data.clients),
+        "model": str(e.model.name),
+        "seed": str(e.seed),
+    }
+    data = {"name": dataset.name, "digest": dataset.digest, "source": e.data.root or e.data.name}
+    write(path / "experiment.yaml", dump(e).encode())
+    write_json(
+        path / "trial.json",
+        {"id": trial.id, "name": trial.name, "params": trial.params, "tags": tags, "data": data},
+    )
+
+
+def commit(folder: Path, sweep: Sweep) -> None:
+    """Write sweep.yaml, last of all: a directory with it is complete and may be resumed."""
+    write(folder / "sweep.yaml", dump_sweep(filled_in(sweep)).encode())
+
+
+# Going on with a sweep that has ended ------------------------------------------------------------------------------
+
+
+def extended(folder: Path, sweep: Sweep, wish: str) -> tuple[Sweep, list[Trial]]:
+    """Return the sweep with more rounds or more samples, and all its trials; nothing is written yet."""
+    what, _, number = wish.partition("=")
+    if what not in ("rounds", "samples") or not re.fullmatch(r"[1-9]\d{0,8}", number):
+        raise InputError([f"--extend {wish}: must be rounds=N or samples=N"])
+    there, n = known(folder), int(number)
+    if what == "samples":
+        if not any(leaf.kind not in ("grid", "sample") for v in sweep.variants() for leaf in leaves(v).values()):
+            raise InputError([f"--extend {wish}: this sweep draws nothing; its trials are all there"])
+        if n <= sweep.search.samples:
+            raise InputError([f"--extend {wish}: the sweep has {sweep.search.samples} samples already"])
+        sweep = replace(sweep, search=sweep.search.model_copy(update={"samples": n}))
+        if sweep.search.searcher == "optuna":
+            return sweep, there
+        have = {t.experiment.model_dump_json() for t in there}
+        new = [t for t in trials(sweep) if t.experiment.model_dump_json() not in have]
+        return sweep, there + [replace(t, id=f"{i:04d}") for i, t in enumerate(new, len(there))]
+    if any(path == "rounds" for v in sweep.variants() for path in leaves(v)):
+        raise InputError([f"--extend {wish}: rounds is open in this sweep; start a new one with other values"])
+    if short := [t.id for t in there if t.experiment.rounds >= n]:
+        raise InputError([f"--extend {wish}: trial {short[0]} has {there[0].experiment.rounds} rounds already"])
+    experiment = sweep.experiment | {"rounds": n}
+    cases = tuple(case | {"rounds": n} if "rounds" in case else case for case in sweep.cases)
+    longer = [replace(t, experiment=t.experiment.model_copy(update={"rounds": n})) for t in there]
+    return replace(sweep, experiment=experiment, cases=cases), longer
+
+
+def lengthen(folder: Path, trial: Trial, cache: Cache, digest: str) -> bool:
+    """Put a trial's results aside under the number of rounds they are of, so that it can be run with more."""
+    path = folder / "trials" / trial.id
+    before = Experiment.model_validate(yaml.safe_load((path / "experiment.yaml").read_text("utf-8")))
+    if before.rounds >= trial.experiment.rounds:
+        return False  # it has as many already, perhaps since an attempt that was interrupted
+    if status_of(path)["status"] == "FINISHED":
+        # Its last state is where a longer run of a single phase goes on.
+        last, run = prefixes(before, digest)[-1], RunDirectory(path)
+        if run.saved_round == last.turn and (loaded := run.load()) is not None:
+            cache.publish(run, last, f"{folder.name}/{trial.id}", loaded[0]["asked_progress"])
+    old = path / f"rounds-{before.rounds}"
+    old.mkdir(exist_ok=True)
+    about: dict[str, Any] = json.loads((path / "trial.json").read_text(encoding="utf-8"))
+    for name in ("metrics.jsonl", "artifacts", "status.json", "lineage.jsonl"):
+        if (path / name).exists():
+            (path / name).rename(old / name)
+    shutil.copy(path / "experiment.yaml", old / "experiment.yaml")
+    shutil.rmtree(path / "checkpoint", ignore_errors=True)
+    write_json(path / "trial.json", about | {"edition": trial.experiment.rounds})
+    write(path / "experiment.yaml", dump(trial.experiment).encode())
+    return True
+
+
+def scored(folder: Path, search: Search, trial: Trial) -> tuple[bool, float | None]:
+    """Return whether a trial has ended, and the last value of the sweep's metric."""
+    path = folder / "trials" / trial.id
+    status = status_of(path)["status"]
+    values = [line["metrics"].get(search.metric) for line in RunDirectory(path).lines()]
+    found = [value for value in values if value is not None]
+    return status in (*ENDED, "FAILED"), found[-1] if found and status in ENDED else None

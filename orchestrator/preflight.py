@@ -1,0 +1,99 @@
+"""What is checked before anything starts, so that a mistake costs seconds and not hours."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from orchestrator.client import network
+from orchestrator.data import DataError, Dataset, load
+from orchestrator.driver import data_key, split_for
+from orchestrator.experiment import Experiment, InputError, Search, dump
+from orchestrator.resources import Share, concurrency, share
+from orchestrator.space import Trial
+
+
+def check_metric(metric: str, trials: Sequence[Trial]) -> None:
+    """Refuse to rank by a metric that some trial will not report."""
+    kind = metric.split("/")[0]
+    for trial in trials:
+        e = trial.experiment
+        if kind in ("generic", "personal") and kind not in e.evaluate.what:
+            raise InputError([f"search.metric: {metric} is not reported: evaluate.what lacks '{kind}'"])
+        if kind == "validation" and not (e.data.validation and "personal" in e.evaluate.what):
+            raise InputError([f"search.metric: {metric} needs data.validation > 0 and evaluate.what with 'personal'"])
+
+
+class Checked:
+    """Data sets, partitions and networks, each made once so that what is wrong with them shows now."""
+
+    def __init__(self) -> None:
+        self.datasets: dict[str, Dataset] = {}
+        self._digests: dict[Any, str] = {}
+        self._built: set[Any] = set()
+
+    def check(self, trial: Trial) -> None:
+        """Load a trial's data, cut its partition and build its network."""
+        e = trial.experiment
+        key = data_key(e)
+        if key not in self.datasets:
+            self.datasets[key] = load(e.data.name, e.data.root)
+        if (e.data, e.seed) not in self._digests:
+            try:
+                self._digests[e.data, e.seed] = split_for(e, self.datasets[key]).digest
+            except DataError as error:
+                raise InputError([f"data (trial {trial.id}): {error}"]) from None
+        form = key, e.model, tuple(part.experts for part in e.chain().parts)
+        if form not in self._built:
+            try:
+                network(e, self.datasets[key])
+            except ValueError as error:
+                raise InputError([f"model: {error}"]) from None
+            self._built.add(form)
+
+    def dataset(self, experiment: Experiment) -> Dataset:
+        """Return an experiment's data set."""
+        return self.datasets[data_key(experiment)]
+
+    def partition(self, experiment: Experiment) -> str:
+        """Return the digest of an experiment's partition."""
+        return self._digests[experiment.data, experiment.seed]
+
+
+def knock(address: str) -> None:
+    """Refuse the address of a cluster where nobody answers, for which Ray would wait minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+        except OSError as error:
+            raise InputError(
+                [f"--address {address}: nobody answers there ({error}); start the cluster first"]
+            ) from None
+
+
+def shares(trials: Sequence[Trial], search: Search, options: argparse.Namespace) -> tuple[int, dict[str, Share]]:
+    """Return how many trials would run at a time on this machine, and what each would get; refuse what cannot fit."""
+    cpus = options.num_cpus if options.num_cpus is not None else float(os.cpu_count() or 1)
+    gpus = options.num_gpus if options.num_gpus is not None else float(torch.cuda.device_count())
+    here = [{"CPU": cpus, "GPU": gpus, "node:here": 1.0}]
+    at_a_time = concurrency([t.experiment for t in trials], search.concurrent, here)
+    return at_a_time, {t.id: share(t.experiment, here, at_a_time, "here") for t in trials}
+
+
+def show(trials: Sequence[Trial], got: Mapping[str, Share], at_a_time: int, more: str, console: Console) -> None:
+    """Print what would run."""
+    for trial in trials:
+        console.print(f"# trial {trial.id}: {trial.name}", markup=False, highlight=False)
+        if trial.id in got:
+            one = got[trial.id]
+            console.print(f"# asks for {one.actors} client actor(s) with {one.cpu:g} CPU and {one.gpu:g} GPU each")
+        console.print(dump(trial.experiment), markup=False, highlight=False)
+    where = f", {at_a_time} at a time on this machine" if got else ""
+    console.print(f"{len(trials)} trial(s){where}{more}; nothing was started.")
