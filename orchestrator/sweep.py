@@ -41,6 +41,7 @@ from orchestrator.yaml_file import Open
 def run_sweep(
     folder: Path,
     points: Sequence[Point],
+    examples: Sequence[Point],
     sweep: Sweep,
     checked: Checked,
     mirror: Mirror,
@@ -57,7 +58,7 @@ def run_sweep(
     with _cluster(options, console):
         here = ray.util.get_node_ip_address()
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        wanted = left or points
+        wanted = examples if optuna else left
         at_a_time = concurrency([p.experiment for p in wanted], search.concurrent, nodes)
 
         def assign(point: Point, concurrent: int) -> dict[str, Any]:

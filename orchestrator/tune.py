@@ -96,7 +96,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     out = options.out.resolve()
     directory, sweep, trials = _prepare(options, out)
     # Where trials are proposed one by one, some possible ones stand for them all.
-    examples = trials or [replace(t, id="-") for t in expand(sweep)[:20]]
+    examples = [replace(t, id="-") for t in expand(sweep)[:20]] if sweep.search.searcher == "optuna" else trials
     preflight.check_metric(sweep.search.metric, examples)
     checked = preflight.Checked()
     for trial in [*examples, *trials]:
@@ -124,7 +124,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     try:
         from orchestrator.sweep import run_sweep  # Ray is imported only once all is known to be good
 
-        out_of_time = run_sweep(directory, trials, sweep, checked, mirror, options, console)
+        out_of_time = run_sweep(directory, trials, examples, sweep, checked, mirror, options, console)
         status = "FINISHED"
     except Interrupted:
         status = "KILLED"
