@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -34,6 +35,7 @@ class ClientActor:
         return {
             "pid": os.getpid(),
             "node": context.get_node_id(),
+            "host": socket.gethostname(),
             "gpus": context.get_accelerator_ids().get("GPU", []),
             "device": str(self.device),
         }
@@ -62,6 +64,10 @@ class Pool:
         self.where, self._starting = {}, {}
         for actor in alive or [self._create() for _ in range(self.size)]:
             self._starting[actor.load.remote(*self._load)] = actor
+
+    def places(self) -> list[dict[str, Any]]:
+        """Return where the actors that are ready work: host, node, process, device."""
+        return list(self.where.values())
 
     def put(self, value: Any) -> Any:
         """Put a value into the object store, once for all actors."""

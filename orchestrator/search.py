@@ -161,7 +161,9 @@ class Proposer(Feeder):
 
     def _decoded(self, path: str, value: Any) -> Any:
         leaf = leaves(self.sweep)[path]
-        return leaf.values[value] if leaf.kind == "choice" else value
+        if leaf.kind == "choice":
+            return leaf.values[value]
+        return float(f"{value:.12g}") if leaf.kind == "quniform" and isinstance(value, float) else value
 
 
 def seeds(sweep: Sweep) -> list[dict[str, int]]:

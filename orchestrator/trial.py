@@ -90,7 +90,8 @@ class Trial(tune.Trainable):  # type: ignore[misc]
             if not driver.done and driver.plan[driver.round].number == first and "time/evaluate" in line["metrics"]:
                 break
         if driver.done and self.pool is not None:
-            set_status(self.path, "FINISHED", fingerprint=driver.fingerprint(), restarts=self.pool.restarts)
+            facts = {"restarts": self.pool.restarts, "actors": self.pool.places()}
+            set_status(self.path, "FINISHED", fingerprint=driver.fingerprint(), **facts)
             self._release()
         return {**driver.history[-1]["metrics"], "round": driver.round, "done": driver.done}
 
