@@ -87,7 +87,8 @@ PROPOSED = """
 search: {searcher: optuna, samples: 8, metric: personal/acc_dist}
 experiment:
   algorithm: {fedprox: {mu: !loguniform [0.001, 1.0]}}
-  local: {lr: !uniform [0.01, 0.1], batch: !randint [8, 32], momentum: !quniform [0.0, 0.8, 0.2], loss: !choice [ce, focal]}
+  local:
+    {lr: !uniform [0.01, 0.1], batch: !randint [8, 32], momentum: !quniform [0.0, 0.8, 0.2], loss: !choice [ce, focal]}
   seed: !grid [0, 1]
 """
 
@@ -221,7 +222,7 @@ def test_expressions():
     ]:
         assert evaluate(text, tree) == pytest.approx(value)
     for text in ("local", "True", "'a'", "local.lr if 1 else 2", "rounds.real", "[1]", "1e400", "lambda: 1", "open(1)"):
-        with pytest.raises(ValueError, match="local.lr / 10|not possible|not a number|there is no"):
+        with pytest.raises(ValueError, match=r"local.lr / 10|not possible|not a number|there is no"):
             evaluate(text, tree)
 
 
@@ -233,13 +234,18 @@ def test_derived_leaves_follow_the_others():
 
 
 def test_the_grid_searcher_tries_everything_once():
-    text = "search: {searcher: grid}\nexperiment: {rounds: !randint [1, 3], local: {batch: !quniform [8, 16, 4], lr: !choice [1, 2]}}"
+    leaves = "{rounds: !randint [1, 3], local: {batch: !quniform [8, 16, 4], lr: !choice [1, 2]}}"
+    text = f"search: {{searcher: grid}}\nexperiment: {leaves}"
     assert len({t.experiment.model_dump_json() for t in space.trials(sweep(text))}) == 2 * 3 * 2
 
 
 # Presets -------------------------------------------------------------------------------------------------------------
 
-PRESETS = "search: {samples: 3}\nexperiment: {rounds: 9, local: {lr: 0.1, batch: 8}}\npresets: {quick: {experiment: {rounds: x}}}"
+PRESETS = """\
+search: {samples: 3}
+experiment: {rounds: 9, local: {lr: 0.1, batch: 8}}
+presets: {quick: {experiment: {rounds: x}}}
+"""
 
 
 def test_a_preset_is_laid_over_the_file():
