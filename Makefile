@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow lint catalogue clean
 
 demo: .venv/ready
 	$(BIN)/python -m orchestrator.tune
@@ -23,6 +23,9 @@ lint: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+catalogue: .venv/ready
+	$(BIN)/python -m orchestrator.catalogue README.md
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

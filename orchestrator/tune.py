@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 import search_spaces
-from orchestrator import folder, preflight, tracking
+from orchestrator import catalogue, folder, preflight, tracking
 from orchestrator import summary as results
 from orchestrator.checkpoint import set_status, status_of
 from orchestrator.data import DataError
@@ -60,6 +60,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--num-cpus", type=_amount, help="CPUs to use on this machine")
     parser.add_argument("--num-gpus", type=_amount, help="GPUs to use on this machine")
     parser.add_argument("--tracking-uri", help="an MLflow server (default: sqlite inside --out)")
+    parser.add_argument("--list", action="store_true", help="print the catalogue: every algorithm, loss and prior")
     parser.add_argument("--dry-run", action="store_true", help="check everything, show what would run, start nothing")
     parser.add_argument("--quiet", action="store_true", help="print the result only")
     return parser
@@ -81,6 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.address and (Path.home() / ".ray" / "auth_token").exists():
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # a cluster asks for it, but Ray offers it only when told to
     console = Console(width=None if sys.stdout.isatty() else 160)
+    if options.list:
+        console.print(catalogue.text(), markup=False, highlight=False, soft_wrap=True)
+        return 0
     try:
         return run(options, console)
     except (InputError, DataError) as error:

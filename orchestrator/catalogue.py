@@ -1,0 +1,130 @@
+"""The catalogue: what every algorithm, loss and prior is, what it sends and keeps, and what can be set."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import algorithms
+from algorithms.base import Algorithm
+from algorithms.losses import LOSSES
+from algorithms.priors import PRIORS
+
+KINDS = "optimisation", "personalized", "class imbalance", "classifier", "preparation"
+
+
+_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Knob:
+    """A hyperparameter: its name, its default, what it may be, and what it is for."""
+
+    name: str
+    default: str
+    range: str
+    meaning: str
+
+
+def knobs(kind: type[Any]) -> list[Knob]:
+    """Return the hyperparameters of an algorithm or a loss."""
+    hints, comments = typing.get_type_hints(kind), _comments(kind)
+    return [
+        Knob(f.name, _plain(f.default), _range(hints[f.name], f.metadata), comments.get(f.name, ""))
+        for f in dataclasses.fields(kind)
+    ]
+
+
+def _plain(value: Any) -> str:
+    """Write a value as YAML does."""
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+def _range(hint: Any, bounds: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return " | ".join(map(str, typing.get_args(hint)))
+    if hint is bool:
+        return "true | false"
+    kinds = typing.get_args(hint) or (hint,)
+    words = [{int: "whole number", float: "number", str: "text"}.get(kinds[0], str(kinds[0]))]
+    words += [f"{sign} {bounds[key]:g}" for key, sign in _SIGNS.items() if key in bounds]
+    return " ".join(words) + (" or null" if type(None) in kinds else "")
+
+
+def _comments(kind: type[Any]) -> dict[str, str]:
+    """Return what the `#:` comments of a class and of those it extends say of their fields."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if dataclasses.is_dataclass(base):
+            lines, _ = inspect.getsourcelines(base)
+            for line in lines:
+                name, _, comment = line.partition("#:")
+                if comment and ":" in name:
+                    found[name.split(":")[0].strip()] = comment.strip()
+    return found
+
+
+def about(kind: type[Algorithm]) -> str:
+    """Return the first sentence of an algorithm's file: its name and where it comes from."""
+    text = ast.get_docstring(ast.parse(inspect.getsource(sys.modules[kind.__module__]))) or ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def entries() -> Iterator[tuple[str, type[Algorithm]]]:
+    """Yield every algorithm by its name, kind by kind."""
+    for group in KINDS:
+        for name in algorithms.names():
+            if algorithms.find(name).card.kind == group:
+                yield name, algorithms.find(name)
+
+
+def text() -> str:
+    """Return the catalogue for a terminal."""
+    lines = []
+    for name, kind in entries():
+        card = kind.card
+        facts = {"uploads": card.uploads, "keeps": card.keeps, "needs": card.needs, "runs after": kind.after}
+        told = "; ".join([card.kind, *(f"{what} {fact}" for what, fact in facts.items() if fact)])
+        lines += [name, f"  {about(kind)}", f"  {told}", *_shown(kind), ""]
+    for name, loss in LOSSES.items():
+        prior = " (with a prior)" if loss.uses_prior else ""
+        lines += [f"loss {name}{prior}", f"  {inspect.getdoc(loss)}", *_shown(loss), ""]
+    lines += [f"prior {name}\n  {inspect.getdoc(prior)}\n" for name, prior in PRIORS.items()]
+    return "\n".join(lines)
+
+
+def _shown(kind: type[Any]) -> list[str]:
+    return [f"    {k.name}: {k.default}  ({k.range})  {k.meaning}" for k in knobs(kind)]
+
+
+def markdown() -> str:
+    """Return the catalogue as the README's table."""
+    rows = [
+        "| name | method | kind | uploads | keeps | needs besides | hyperparameters |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, kind in entries():
+        card, values = kind.card, ", ".join(f"`{k.name}` {k.default}" for k in knobs(kind))
+        cells = f"`{name}`", about(kind), card.kind, card.uploads, card.keeps, card.needs, values
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    losses = ", ".join(f"`{name}`" + " (prior)" * loss.uses_prior for name, loss in LOSSES.items())
+    return "\n".join([*rows, "", f"Losses: {losses}. Priors: {', '.join(f'`{name}`' for name in PRIORS)}."])
+
+
+def inserted(document: str) -> str:
+    """Return a document with the table of today between the two comments that mark its place."""
+    head, _, rest = document.partition("<!-- catalogue")
+    mark, _, rest = rest.partition("-->")
+    _, end, tail = rest.partition("<!-- end of catalogue -->")
+    return f"{head}<!-- catalogue{mark}-->\n{markdown()}\n{end}{tail}"
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(inserted(path.read_text(encoding="utf-8")), encoding="utf-8")
