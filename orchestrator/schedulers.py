@@ -78,7 +78,14 @@ class Pbt:
         """Return Tune's scheduler for trials whose first phases have these numbers of rounds."""
         from ray.tune.schedulers import PopulationBasedTraining
 
-        return PopulationBasedTraining(
+        class Population(PopulationBasedTraining):  # type: ignore[misc]
+            """A trial that takes over another's weights and values stays the trial that it is."""
+
+            def _get_new_config(self, trial: Any, trial_to_clone: Any) -> tuple[dict[str, Any], Any]:
+                config, operations = super()._get_new_config(trial, trial_to_clone)
+                return {"job": trial.config["job"] | {"values": config["job"]["values"]}}, operations
+
+        return Population(
             time_attr="round",
             perturbation_interval=self.interval or max(1, max(rounds) // 5),
             hyperparam_mutations=dict(mutations),

@@ -8,7 +8,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache as remember
@@ -62,7 +62,9 @@ def run_sweep(
         at_a_time = concurrency([p.experiment for p in wanted], search.concurrent, nodes)
 
         def assign(point: Point, concurrent: int) -> dict[str, Any]:
-            return {"trial": point.id, "share": asdict(share(point.experiment, nodes, concurrent, here))}
+            own = {path: value for path, value in point.params.items() if varied(path)}
+            got = asdict(share(point.experiment, nodes, concurrent, here))
+            return {"job": {"trial": point.id, "share": got, "values": own}}
 
         @remember
         def beginnings(id: str) -> list[Prefix]:
@@ -103,13 +105,15 @@ def run_sweep(
             )
             trainable = tune.with_resources(
                 trainable,
-                lambda config: tune.PlacementGroupFactory(Share(**config["share"]).bundles(), strategy="SPREAD"),
+                lambda config: tune.PlacementGroupFactory(Share(**config["job"]["share"]).bundles(), strategy="SPREAD"),
             )
             reporter = Reporter(folder, mirror, view, search.budget)
             with interruptible():
                 tune.Tuner(
                     trainable,
-                    param_space=None if feeder else _listed(left, assign, at_a_time, search.scheduler[0] == "pbt"),
+                    param_space=None
+                    if feeder
+                    else {"job": tune.grid_search([assign(p, at_a_time)["job"] for p in left])},
                     tune_config=tune.TuneConfig(
                         metric=search.metric,
                         mode=search.mode,
@@ -118,7 +122,7 @@ def run_sweep(
                         scheduler=_scheduler(sweep, wanted),
                         time_budget_s=search.budget,
                         reuse_actors=True,
-                        trial_dirname_creator=lambda trial: trial.config["trial"],
+                        trial_dirname_creator=lambda trial: trial.config["job"]["trial"],
                     ),
                     run_config=tune.RunConfig(
                         name="tune",
@@ -129,22 +133,6 @@ def run_sweep(
                     ),
                 ).fit()
             return reporter.out_of_time
-
-
-def _listed(
-    left: Sequence[Point], assign: Callable[[Point, int], dict[str, Any]], at_a_time: int, varied_too: bool
-) -> dict[str, Any]:
-    """Return all trials at once, for schedulers that let them take turns."""
-    values = [{k: v for k, v in p.params.items() if varied(k)} if varied_too else {} for p in left]
-    configs = [assign(p, at_a_time) | own for p, own in zip(left, values, strict=True)]
-    # One list of whole configurations: a grid over each key would be their product.
-    number = tune.grid_search(list(range(len(configs))))
-    keys = dict.fromkeys(key for config in configs for key in config)
-
-    def pick(key: str) -> Any:
-        return tune.sample_from(lambda spec: configs[spec.config["number"]][key])
-
-    return {"number": number} | {key: pick(key) for key in keys}
 
 
 class Reporter(tune.Callback):  # type: ignore[misc]
@@ -165,7 +153,7 @@ class Reporter(tune.Callback):  # type: ignore[misc]
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial begins, or begins again."""
-        id = trial.config["trial"]
+        id = trial.config["job"]["trial"]
         self.mirror.watch(id)
         self.view.status(id, "running")
 
@@ -178,7 +166,7 @@ class Reporter(tune.Callback):  # type: ignore[misc]
         self._end(trial, "FAILED")
 
     def _end(self, trial: Any, otherwise: str) -> None:
-        id = trial.config["trial"]
+        id = trial.config["job"]["trial"]
         path = self.folder / "trials" / id
         if status_of(path)["status"] in ("RUNNING", "WAITING"):
             error = None
@@ -197,8 +185,8 @@ def _scheduler(sweep: Sweep, points: Sequence[Point]) -> Any:
         random.seed(0)
         opened = {path: leaf for path, leaf in leaves(sweep).items() if varied(path) and leaf.kind != "sample"}
         extra = {
-            "mutations": {path: _variations(leaf) for path, leaf in opened.items()},
-            "explore": lambda config: config | _within(config, opened),
+            "mutations": {"job": {"values": {path: _variations(leaf) for path, leaf in opened.items()}}},
+            "explore": lambda config: {"job": config["job"] | {"values": _within(config["job"]["values"], opened)}},
         }
     return SCHEDULERS[name](**numbers).make([p.experiment.rounds for p in points], **extra)
 
@@ -208,11 +196,11 @@ def _variations(leaf: Open) -> Any:
     return list(leaf.values) if leaf.kind in ("grid", "choice") else tune_domain(leaf)
 
 
-def _within(config: Mapping[str, Any], opened: Mapping[str, Open]) -> dict[str, Any]:
+def _within(values: Mapping[str, Any], opened: Mapping[str, Open]) -> dict[str, Any]:
     """Bring varied values back into their ranges."""
     found = {}
     for path, leaf in opened.items():
-        value = config[path]
+        value = values[path]
         if leaf.kind not in ("grid", "choice"):
             low, high, step = (*leaf.values, None)[:3]
             high = high - 1 if leaf.kind == "randint" else high

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 import traceback
 from collections.abc import Mapping
@@ -39,7 +40,7 @@ class Trial(tune.Trainable):  # type: ignore[misc]
     @property
     def path(self) -> Path:
         """The trial's directory."""
-        return self.folder / "trials" / str(self.config["trial"])
+        return self.folder / "trials" / str(self.config["job"]["trial"])
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Serve the next trial with the same actors."""
@@ -54,7 +55,7 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         torch.set_num_threads(experiment.cluster.threads)
         reference = self.datasets[data_key(experiment)]
         dataset = ray.get(reference)
-        share = Share(**self.config["share"])
+        share = Share(**self.config["job"]["share"])
         device = claim(share.driver_gpu)
         self.prefixes = prefixes(experiment, dataset.digest, "cuda" if share.gpu else "cpu") if self.cache else []
         self._share_work()
@@ -150,28 +151,31 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         at = self.path / "snapshots" / str(self.driver.round)
         if not at.exists():
             RunDirectory(self.path).copy_to(at)
-        write_json(Path(checkpoint_dir) / "trial.json", {"trial": self.config["trial"], "snapshot": str(at)})
+            for old in sorted(at.parent.iterdir(), key=lambda p: int(p.name))[:-3]:
+                shutil.rmtree(old)  # whoever wanted it has taken it long ago
+        write_json(Path(checkpoint_dir) / "trial.json", {"trial": self.path.name, "snapshot": str(at)})
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         """Take over the weights of another trial; its own are in its directory."""
         about = json.loads((Path(checkpoint_dir) / "trial.json").read_text(encoding="utf-8"))
-        if about["trial"] != self.config["trial"]:
+        if about["trial"] != self.path.name:
             self.driver = None
             RunDirectory(self.path).exchange(Path(about["snapshot"]))
-            note = {"round": int(Path(about["snapshot"]).name), "from": about["trial"], "values": self._values()}
+            note = {
+                "round": int(Path(about["snapshot"]).name),
+                "from": about["trial"],
+                "values": self.config["job"]["values"],
+            }
             with (self.path / "lineage.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(note) + "\n")
-
-    def _values(self) -> dict[str, Any]:
-        """Return the values that Tune gives to open leaves, and may change while the trial runs."""
-        return {name: value for name, value in self.config.items() if name not in ("trial", "share")}
 
     def _experiment(self) -> Experiment:
         """Read the trial's experiment, with what Tune has changed since."""
         about = json.loads((self.path / "trial.json").read_text(encoding="utf-8"))
-        if about["params"] != about["params"] | self._values():
-            changed = fill(read(self.folder / "sweep.yaml"), about["params"] | self._values(), self.path.name)
+        params = about["params"] | self.config["job"]["values"]
+        if about["params"] != params:
+            changed = fill(read(self.folder / "sweep.yaml"), params, self.path.name)
             write(self.path / "experiment.yaml", dump(changed.experiment).encode())
-            write_json(self.path / "trial.json", about | {"params": changed.params})
+            write_json(self.path / "trial.json", about | {"params": changed.params, "name": changed.name})
         text = (self.path / "experiment.yaml").read_text(encoding="utf-8")
         return Experiment.model_validate(yaml.safe_load(text))

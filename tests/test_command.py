@@ -43,7 +43,11 @@ def command(*arguments, **options):
 
 def run(*arguments):
     process = command(*arguments)
-    out, err = process.communicate(timeout=240)
+    try:
+        out, err = process.communicate(timeout=240)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
     return process.returncode, out, err
 
 

@@ -11,6 +11,7 @@ from test_command import in_process, run
 import search_spaces
 from orchestrator.experiment import read
 from orchestrator.space import leaves, trials
+from orchestrator.tune import main
 
 CHAIN = """\
 search: {metric: personal/acc_owned, samples: 2}
@@ -28,7 +29,7 @@ def summary_of(folder):
     return json.loads((folder / "summary.json").read_text())
 
 
-def test_shared_work_extended_by_samples_and_by_rounds(tmp_path):
+def test_shared_work_extended_by_samples_and_by_rounds(tmp_path, capsys):
     file, out = tmp_path / "chain.yaml", tmp_path / "runs"
     file.write_text(CHAIN)
     folder = out / "chain"
@@ -81,9 +82,8 @@ def test_shared_work_extended_by_samples_and_by_rounds(tmp_path):
         ("rounds=x", "must be rounds=N or samples=N"),
         ("epochs=4", "must be rounds=N or samples=N"),
     ]:
-        code, _, error = run("--name", "chain", "--out", out, "--extend", wrong)
-        assert code == 2
-        assert message in error
+        assert main(["--name", "chain", "--out", str(out), "--extend", wrong]) == 2
+        assert message in capsys.readouterr().err
 
 
 POPULATION = """\
