@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -287,6 +288,8 @@ class Worker:
 
     def head(self, w: Model, h: Tensor, each: bool = False) -> Tensor:
         """Return the head's logits of features, or those of each expert."""
+        if type(self.network.head) is nn.Linear and not each:
+            return F.linear(h, w["head.weight"], w["head.bias"])  # a third of the cost of the call below
         weights = {short: w[name] for name, short in self._names["head"]}
         if not each:
             return functional_call(self.network.head, weights, (h,))  # type: ignore[no-any-return]
