@@ -14,7 +14,7 @@ from algorithms.priors import ESTIMATED
 #: What runs when an experiment names no algorithm.
 DEFAULT = "fedavg"
 
-_SHARED = {"__init__", "base", "params", "losses", "priors", "maths", "heads", "federated_features"}
+_SHARED = {"__init__", "base", "params", "parts", "losses", "priors", "maths", "heads", "federated_features"}
 
 
 def names() -> list[str]:
