@@ -93,9 +93,11 @@ class FedETF(Algorithm):
 
     def folded(self, p: Model, V: Tensor) -> dict[str, Tensor]:
         """Return the linear classifier whose logits are those of beta V h but for the length of p(h)."""
-        var, mean = p.get(VAR, V.new_ones(V.shape[1])), p.get(MEAN, V.new_zeros(V.shape[1]))
-        V = p.get(BETA, self.temperature) * V * (var + 1e-5).rsqrt()
-        return {W: V @ p[W], B: V @ (p[B] - mean)} if self.projection else {W: V, B: -V @ mean}
+        offset: Tensor | float = p[B] if self.projection else 0.0
+        V = p.get(BETA, self.temperature) * V
+        if self.dot_regression:
+            offset, V = offset - p[MEAN], V * (p[VAR] + 1e-5).rsqrt()
+        return {W: V @ p[W] if self.projection else V, B: (V * offset).sum(1)}
 
     def personalize(self, server: State, clients: Cohort) -> None:
         """Send everything once more; nothing comes back."""
