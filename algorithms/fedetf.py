@@ -1,4 +1,4 @@
-"""FedETF: no fear of classifier biases (Li, Shang, He, Lin, Wu, ICCV 2023; eqs. 2-5, and Section 4.3 for clients).
+"""FedETF: no fear of classifier biases, a synthetic and fixed classifier (Li, Shang, He, Lin, Wu, ICCV 2023).
 
 The network's own linear layer is the projection p: R^d -> R^C; what it gives is brought to unit length and compared
 with the rows of a simplex ETF that nobody trains. FedLoGe's version of it (Table 8 there) is without projection and
@@ -33,7 +33,9 @@ class FedETF(Algorithm):
 
     card: ClassVar[Card] = Card("personalized", uploads="body, projection and temperature", keeps="model")
     projection: bool = True  #: p; False: the frame V lies in the feature space itself
-    temperature: float = knob(1.0, gt=0)  #: beta at the start; it is learnt, but by dot regression
+    temperature: float = knob(
+        1.0, gt=0
+    )  #: beta at the start; it is learnt, except with dot regression, which has no use for it
     dot_regression: bool = False  #: 1/2 (v_y . h - |v_y|)^2 on batch-normalised h instead of the balanced loss
     personal_epochs: int | None = knob(None, ge=0)  #: epochs on the whole model as clients adapt; None: experiment's
     alternations: int = knob(20, ge=0)  #: turns of frame and projection after that
@@ -74,7 +76,7 @@ class FedETF(Algorithm):
         return Sum(n=client.n, w=client.n * self.aligned(client, joined(theta, p), V))
 
     def aligned(self, client: Client, w: Params, V: Tensor, epochs: int | None = None) -> Params:
-        """Minimise BSM(beta V h, y; n_k^c), eq. 5, or the dot regression (Yang et al., NeurIPS 2022)."""
+        """Minimise BSM(beta V h, y; n_k^c), or the dot regression (Yang et al., NeurIPS 2022)."""
 
         def objective(client: Client, x: Tensor, y: Tensor, w: Model) -> Tensor:
             h = self.unit(client, w, client.features(w, x), learning=len(y) > 1)
@@ -85,7 +87,7 @@ class FedETF(Algorithm):
         return client.fit(objective, epochs=epochs, w=w).w
 
     def unit(self, client: Client, w: Model, h: Tensor, learning: bool = False) -> Tensor:
-        """Return p(h) / |p(h)|, eq. 3."""
+        """Return p(h) / |p(h)|."""
         h = client.classify(w, h) if self.projection else h
         if self.dot_regression:  # by the batch's statistics while learning, which become part of the running ones
             h = F.batch_norm(h, w[MEAN], w[VAR], training=learning)

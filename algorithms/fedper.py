@@ -1,4 +1,4 @@
-"""FedPer: federated learning with personalization layers (Arivazhagan et al., arXiv:1912.00818, 2019, Algorithm 1)."""
+"""FedPer: federated learning with personalization layers (Arivazhagan et al., arXiv:1912.00818, Algorithms 1-2)."""
 
 from __future__ import annotations
 
