@@ -33,9 +33,7 @@ class FedETF(Algorithm):
 
     card: ClassVar[Card] = Card("personalized", uploads="body, projection and temperature", keeps="model")
     projection: bool = True  #: p; False: the frame V lies in the feature space itself
-    temperature: float = knob(
-        1.0, gt=0
-    )  #: beta at the start; it is learnt, except with dot regression, which has no use for it
+    temperature: float = knob(1.0, gt=0)  #: beta as it starts to be learnt; with dot_regression it stays
     dot_regression: bool = False  #: 1/2 (v_y . h - |v_y|)^2 on batch-normalised h instead of the balanced loss
     personal_epochs: int | None = knob(None, ge=0)  #: epochs on the whole model as clients adapt; None: experiment's
     alternations: int = knob(20, ge=0)  #: turns of frame and projection after that
