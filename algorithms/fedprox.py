@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from algorithms.base import Client, Sum, knob
 from algorithms.fedavg import FedAvg
+from algorithms.maths import proximal
 from algorithms.params import Params
 
 
@@ -19,11 +18,5 @@ class FedProx(FedAvg):
 
     def local(self, client: Client, w: Params) -> Sum:
         """Minimise F_k(w) + mu/2 ||w - w_glo||^2."""
-        received = w
-
-        def proximal(client: Client, x: Tensor, y: Tensor, w: Params) -> Tensor:
-            drift = w - received
-            return self.objective(client, x, y, w) + self.mu / 2 * drift.dot(drift)
-
-        w = client.fit(proximal, w=w).w
+        w = client.fit(proximal(self.objective, self.mu, anchor=w), w=w).w
         return Sum(n=client.n, w=client.n * w)

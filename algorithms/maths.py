@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from algorithms.base import Client, Objective
 from algorithms.params import Params
 
 
@@ -28,3 +29,13 @@ def fresh(head: Params, rng: torch.Generator) -> Params:
     dim = next(t.shape[1] for t in head.values() if t.dim() == 2)
     drawn = torch.rand(head.flat.shape, generator=rng).to(head.flat)
     return Params(head.layout, (2 * drawn - 1) / dim**0.5, head.buffers)
+
+
+def proximal(objective: Objective, mu: float, anchor: Params) -> Objective:
+    """Return the objective of a model w plus mu/2 ||w - anchor||^2."""
+
+    def held(client: Client, x: Tensor, y: Tensor, w: Params) -> Tensor:
+        drift = w - anchor
+        return objective(client, x, y, w) + mu / 2 * drift.dot(drift)
+
+    return held

@@ -24,7 +24,10 @@ NETWORKS = ["cnn_small", {"name": "resnet8", "width": 4}]
 #: What makes a method's run short; everything else is at its default.
 QUICK = {
     "ecl": {"epochs": 2},
+    "fedbabu": {"finetune_epochs": 1},
+    "fedetf": {"alternations": 2},
     "fedloge": {"ssec_steps": 50, "finetune_epochs": 1},
+    "fedrep": {"head_epochs": 2},
     "finetune": {"epochs": 1},
     "mupfl": {"classifier_epochs": 2, "match_steps": 3, "features_per_class": 5, "grad_repeats": 1},
 }
