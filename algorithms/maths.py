@@ -28,3 +28,8 @@ def fresh(head: Params, rng: torch.Generator) -> Params:
     dim = next(t.shape[1] for t in head.values() if t.dim() == 2)
     drawn = torch.rand(head.flat.shape, generator=rng).to(head.flat)
     return Params(head.layout, (2 * drawn - 1) / dim**0.5, head.buffers)
+
+
+def effective_steps(steps: int, momentum: float) -> float:
+    """Return how often the gradients of so many SGD steps are in the weights, all together; m = 0: once each."""
+    return sum((1 - momentum**j) / (1 - momentum) for j in range(1, steps + 1))
