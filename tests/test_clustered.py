@@ -68,6 +68,13 @@ def test_clients_of_one_kind_share_their_update_and_its_weight():
             torch.testing.assert_close(run.memory[own]["w"].flat.double(), mean, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("kappa", [1, 2, 3, 4, 9])
+def test_there_are_as_many_clusters_as_wanted_even_where_two_are_natural(kappa):
+    run = two_kinds([30, 5, 10, 15], algorithm=clustered(kappa))
+    delta = list(updates(run).values())
+    assert len(set(run.parts[0].cluster(delta, seed=0))) == min(kappa, 4)
+
+
 def test_one_cluster_is_the_plain_mean():
     run = two_kinds([30, 5, 10, 15], algorithm=clustered(1))
     mean = sum(d.flat for d in updates(run).values()) / 4
