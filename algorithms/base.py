@@ -130,6 +130,7 @@ class Client(Protocol):
     counts: Tensor  #: samples per class, n_k^c
     prior: Tensor  #: class prior chosen by the experiment, pi
     lr: float  #: learning rate of this round
+    momentum: float  #: momentum of the experiment's SGD
     state: State  #: what this client remembers
     rng: torch.Generator  #: randomness of this call, a function of (seed, round, call, client)
     last_stage: str  #: prefix of the names of the body's last stage
@@ -205,6 +206,9 @@ class Cohort(Protocol):
     def map(self, local: Callable[..., Any], *shared: Any, each: Mapping[int, Any] | None = None) -> dict[int, Any]:
         """Run a client method on every client and return each one's value; `each` adds an argument per client."""
 
+    def server(self, local: Callable[..., Any], *shared: Any) -> Any:
+        """Run a client method once on the server, which has `server_images` of each class, and return its value."""
+
     def only(self, ids: Sequence[int]) -> Cohort:
         """Return the cohort of just these clients of the population."""
 
@@ -249,6 +253,11 @@ class Algorithm:
     def experts(self) -> int | None:
         """How many experts the network must have; None where it is an ordinary one."""
         return None
+
+    @property
+    def server_images(self) -> int:
+        """How many training images of each class the server itself must own."""
+        return 0
 
     def server_state(self, model: Params) -> dict[str, Any]:
         """Declare the server's memory, given the model to start from."""

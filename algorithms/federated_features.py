@@ -28,7 +28,7 @@ def linear(w: Model) -> tuple[Tensor, Tensor]:
     """Return weight and bias of a model's classifier, which must be one linear layer."""
     if not {"head.weight", "head.bias"} <= set(w):
         head = ", ".join(name for name in w if name.startswith("head.")) or "none"
-        raise ValueError(f"federated features need a classifier of head.weight and head.bias; this one has: {head}")
+        raise ValueError(f"class gradients need a classifier of head.weight and head.bias; this one has: {head}")
     return w["head.weight"], w["head.bias"]
 
 
@@ -54,6 +54,8 @@ def class_gradients(client: Client, w: Model, batch: int = 32, repeats: int = 10
         drawn = torch.cat([torch.randperm(len(of_k), generator=client.rng)[:batch] for _ in range(repeats)])
         times = torch.bincount(drawn, minlength=len(of_k))
         rows[k], shares[k] = of_k[times > 0], times[times > 0] / len(drawn)
+    if not rows:
+        return {}
     x = client.x[torch.cat(list(rows.values())).to(client.x.device)]
     h = torch.cat([client.features(w, part) for part in torch.split(x, PART)])
     z = {}
@@ -112,14 +114,28 @@ def match(h: Tensor, v: Model, z: Mapping[int, Tensor], steps: int, lr: float) -
     return h.index_add(0, k, moved if turn is None else moved @ turn.mT)
 
 
-def tuned(client: Client, v: Params, h: Tensor, epochs: int) -> Params:
-    """Return the classifier v trained with cross entropy on the features h [C, m, d] (MuPFL eq. 21)."""
+def tuned(
+    client: Client,
+    v: Params,
+    h: Tensor,
+    epochs: int,
+    *,
+    lr: float | None = None,
+    batch: int | None = None,
+    plain: bool = False,
+) -> Params:
+    """Return the classifier v trained with cross entropy on the features h [C, m, d] (MuPFL eq. 21).
+
+    As in the experiment's `local` where nothing is given; plain: without momentum and weight decay.
+    """
     k = torch.arange(len(h), device=h.device).repeat_interleave(h.shape[1])
 
     def objective(client: Client, h: Tensor, k: Tensor, v: Model) -> Tensor:
         return F.cross_entropy(client.classify(v, h), k)
 
-    return client.fit(objective, data=(h.flatten(0, 1), k), epochs=epochs, v=v).v
+    none = 0.0 if plain else None
+    data = h.flatten(0, 1), k
+    return client.fit(objective, data=data, epochs=epochs, lr=lr, batch=batch, momentum=none, weight_decay=none, v=v).v
 
 
 # MuPFL's activation maps ---------------------------------------------------------------------------------------------

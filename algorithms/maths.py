@@ -39,3 +39,8 @@ def proximal(objective: Objective, mu: float, anchor: Params) -> Objective:
         return objective(client, x, y, w) + mu / 2 * drift.dot(drift)
 
     return held
+
+
+def effective_steps(steps: int, momentum: float) -> float:
+    """Return how often the gradients of so many SGD steps are in the weights, all together; m = 0: once each."""
+    return sum((1 - momentum**j) / (1 - momentum) for j in range(1, steps + 1))

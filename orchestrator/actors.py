@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -58,7 +59,7 @@ class Pool:
         """Make all actors serve an experiment; the data set is a reference into the object store."""
         self.restarts = 0
         self._load = experiment, dataset, ray.put(split)
-        self._sizes = split.counts.sum(1)
+        self._sizes = np.append(split.counts.sum(1), len(split.server))
         self.failures = experiment.failures
         alive = [*self.where, *self._starting.values()]
         self.where, self._starting = {}, {}

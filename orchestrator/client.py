@@ -132,10 +132,11 @@ class Client:
 
     def __init__(self, worker: Worker, id: int, seed: int, lr: float = 0.0, proxy: Tensor | None = None) -> None:
         self.worker, self.id, self.lr = worker, id, lr
+        self.momentum = worker.experiment.local.momentum
         self.state = State({})
         self.counts = worker.counts[id]
-        self.n = int(worker.split.counts[id].sum())
-        self.prior = worker.prior(self.counts, worker.counts.sum(0), proxy)
+        self.n = len(worker.split.rows(id))
+        self.prior = worker.prior(self.counts, worker.counts[: worker.split.server_id].sum(0), proxy)
         self.last_stage, self.last_block = worker.network.last_stage, worker.network.last_block
         self.rng = torch.Generator().manual_seed(seed)
         self.losses = {"images": (0.0, 0), "features": (0.0, 0)}  # summed over steps, and how many
@@ -143,12 +144,12 @@ class Client:
     @cached_property
     def x(self) -> Tensor:
         """All training images, normalised, without augmentation."""
-        return self.worker.images(self.worker.x_train, self.worker.split.train[self.id])
+        return self.worker.images(self.worker.x_train, self.worker.split.rows(self.id))
 
     @cached_property
     def y(self) -> Tensor:
         """Their labels."""
-        return self.worker.y_train[self.worker.split.train[self.id]].to(self.worker.device)
+        return self.worker.y_train[self.worker.split.rows(self.id)].to(self.worker.device)
 
     @cached_property
     def owned(self) -> Tensor:
@@ -262,7 +263,8 @@ class Worker:
         }
         self.x_train, self.y_train = torch.from_numpy(dataset.x_train).to(device), torch.from_numpy(dataset.y_train)
         self.x_test, self.y_test = torch.from_numpy(dataset.x_test).to(device), torch.from_numpy(dataset.y_test)
-        self.counts = torch.from_numpy(split.counts).to(device, torch.float32)
+        owns = np.bincount(dataset.y_train[split.server], minlength=dataset.classes)
+        self.counts = torch.from_numpy(np.vstack([split.counts, owns])).to(device, torch.float32)  # the server's last
         self.mean, self.std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (dataset.mean, dataset.std))
         named = experiment.local.augment
         self.augment = {"none": _as_it_is, "crop_flip": self._crop_flip}[dataset.augment if named == "auto" else named]
@@ -338,7 +340,9 @@ class Worker:
         """Return a client with its memory; one that has none yet gets its initial one, whenever that happens."""
         algorithm = self.parts[part]
         if id in memory:
-            fields = memory[id]
+            fields: Mapping[str, Any] = memory[id]
+        elif id == self.split.server_id:
+            fields = {}  # what the server remembers is in its own state
         else:
             newborn = Client(self, id, stream(self.experiment.seed, MEMORY, part, id))
             torch.manual_seed(newborn.rng.initial_seed())
@@ -364,17 +368,18 @@ class Worker:
         proxy = None if job.proxy is None else job.proxy.to(self.device)
         for id in job.ids:
             seed = stream(self.experiment.seed, CALL, job.round, job.call, id)
+            who = "the server" if id == self.split.server_id else f"client {id}"
             try:
                 client = self.client(id, job.part, job.memory, origin, seed, lr=job.lr, proxy=proxy)
                 value = local(client, *shared, *(() if job.each is None else (place(job.each[id], self.device),)))
                 memory = place(client.state.fields(), CPU)
             except Exception as error:
-                where = f"client {id}, round {job.round}, {type(self.parts[job.part]).__name__}.{job.method}"
+                where = f"{who}, round {job.round}, {type(self.parts[job.part]).__name__}.{job.method}"
                 raise ClientFailed(f"{where}: {error}\n{traceback.format_exc()}") from None
             new = (*tensors(value), *tensors(memory, "memory"))
             bad = next((name for name, t in new if not torch.isfinite(t).all()), None)
             if bad is not None:
-                why = f"client {id}, round {job.round}: '{bad}' is not finite"
+                why = f"{who}, round {job.round}: '{bad}' is not finite"
                 if not job.skip_bad:
                     raise ClientFailed(f"{why}; lower the learning rate, or set failures.bad_update: skip")
                 result.rejected[id] = why

@@ -41,6 +41,7 @@ def split_for(experiment: Experiment, dataset: Dataset) -> Split:
         test_alloc=data.test_alloc,
         validation=data.validation,
         seed=experiment.seed,
+        server_images=max(part.server_images for part in experiment.chain().parts),
     )
 
 
@@ -108,6 +109,12 @@ class Cohort:
         values = {id: value for result in results for id, value in result.values.items()}
         return place(values, self._driver.device)  # type: ignore[no-any-return]
 
+    def server(self, local: Callable[..., Any], *shared: Any) -> Any:
+        """Run a client method once on the server, with the data that the server owns, and return its value."""
+        here = self._driver.split.server_id
+        (result,) = self._driver.call([here], local.__name__, shared)
+        return place(result.values[here], self._driver.device)
+
     def only(self, ids: Sequence[int]) -> Cohort:
         """Return the cohort of just these clients of the population."""
         return Cohort(self._driver, sorted(ids), self._turn, self.rng)
@@ -169,7 +176,8 @@ class Driver:
         if turn.part != self.part:
             self._enter(turn.part, self.server.model)
         self._pending: dict[int, dict[str, Any]] = {}
-        self._calls, self._loss, self._steps, self._up, self._down = 0, 0.0, 0, 0, 0
+        self._calls = {"clients": 0, "server": 0}  # apart, so that what the server does changes no client's randomness
+        self._loss, self._steps, self._up, self._down = 0.0, 0, 0, 0
         self._rejected: dict[int, str] = {}
         seed = self.experiment.seed
         rng = np.random.default_rng(stream(seed, SERVER, self.round))
@@ -227,14 +235,18 @@ class Driver:
         keys: Mapping[int, Hashable] | None = None,
         each: Mapping[int, Any] | None = None,
     ) -> list[Result]:
-        """Run a client method on clients, and keep what they remember until the round is in."""
+        """Run a client method on clients, and keep what they remember until the round is in.
+
+        The server may do a client's work too, alone: then nothing is sent, and its loss is not that of training.
+        """
+        who = "server" if list(ids) == [self.split.server_id] else "clients"
         shared, each = place(shared, CPU), None if each is None else place(each, CPU)
         local = self.experiment.local
         index = self.plan[self.round].index
         lr = local.lr if local.schedule is None else local.schedule.rate(local.lr, index)
         job = Job(
-            "run", self.part, method, (), self.round, self._calls, lr,
-            proxy=self.proxy, skip_bad=self.experiment.failures.bad_update == "skip",
+            "run", self.part, method, (), self.round, self._calls[who], lr,
+            proxy=self.proxy, skip_bad=who == "clients" and self.experiment.failures.bad_update == "skip",
         )  # fmt: skip
         jobs = [
             replace(
@@ -247,7 +259,9 @@ class Driver:
             for part in cut(ids)
         ]
         results = self.engine.run(jobs, self.engine.put(shared), self._origin)
-        self._calls += 1
+        self._calls[who] += 1
+        if who == "server":
+            return results
         self._down += size(shared) * len(ids) + (0 if each is None else size(each))
         for result in results:
             # Copied: what Ray hands out lies in its object store, and would keep the whole result there.

@@ -12,7 +12,7 @@ from orchestrator.data.readers import DataError, Labels
 Rows = npt.NDArray[np.int64]
 
 TRIES = 1000
-LONG_TAIL, PARTITION, VALIDATION, TESTS = range(4)  # one random stream per purpose
+LONG_TAIL, PARTITION, VALIDATION, TESTS, SERVER = range(5)  # one random stream per purpose
 
 
 def stream(seed: int, *purpose: int) -> np.random.Generator:

@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.data.datasets import Dataset
-from orchestrator.data.partition import PARTITIONS, TESTS, VALIDATION, Rows, draw, long_tail, stream, whole
+from orchestrator.data.partition import PARTITIONS, SERVER, TESTS, VALIDATION, Rows, draw, long_tail, stream, whole
 from orchestrator.data.readers import DataError, Labels
 
 TEST_ALLOCS = ("floor", "ceil_owned")
@@ -24,6 +25,16 @@ class Split:
     validation: tuple[Rows, ...]
     test: tuple[Rows, ...]
     counts: Rows
+    server: Rows = field(default_factory=lambda: np.zeros(0, np.int64))  #: rows of what the server owns, if anything
+
+    @property
+    def server_id(self) -> int:
+        """The number by which the server goes where it does a client's work: the one after the last client's."""
+        return len(self.train)
+
+    def rows(self, id: int) -> Rows:
+        """Return the training rows of a client, or those of the server."""
+        return self.server if id == self.server_id else self.train[id]
 
     @property
     def global_counts(self) -> Rows:
@@ -41,7 +52,7 @@ class Split:
 
     @cached_property
     def digest(self) -> str:
-        """A SHA-256 over all rows and counts."""
+        """A SHA-256 over the rows and counts of all clients: equal for methods that differ in what the server owns."""
         sha = hashlib.sha256()
         for name, array in self._flat().items():
             sha.update(f"{name}{array.shape}".encode())
@@ -52,7 +63,7 @@ class Split:
         """Write everything as one .npz of plain arrays."""
         draft = Path(f"{path}.draft-{os.getpid()}")
         with draft.open("wb") as file:
-            np.savez(file, digest=np.array(self.digest), **self._flat())  # type: ignore[arg-type]
+            np.savez(file, digest=np.array(self.digest), server=self.server, **self._flat())  # type: ignore[arg-type]
         draft.replace(path)  # a reader sees the whole file or none
 
     @classmethod
@@ -60,7 +71,7 @@ class Split:
         """Read what save wrote, and check it."""
         try:
             with np.load(path, allow_pickle=False) as archive:
-                parts: dict[str, Any] = {"counts": archive["counts"]}
+                parts: dict[str, Any] = {name: archive[name] for name in ("counts", "server") if name in archive}
                 for kind in ("train", "validation", "test"):
                     parts[kind] = tuple(np.split(archive[kind], archive[f"{kind}_ends"][:-1]))
                 split, digest = cls(**parts), str(archive["digest"])
@@ -89,8 +100,12 @@ def split(
     test_alloc: str = "floor",
     validation: float = 0.0,
     seed: int = 0,
+    server_images: int = 0,
 ) -> Split:
-    """Cut the training set long-tailed, divide it among clients and give each a local test set of its own mixture."""
+    """Cut the training set long-tailed, divide it among clients and give each a local test set of its own mixture.
+
+    The server gets `server_images` of each class, without taking any from the clients.
+    """
     if partition not in PARTITIONS:
         raise DataError(f"partition must be one of {', '.join(PARTITIONS)}, not {partition!r}")
     if test_alloc not in TEST_ALLOCS:
@@ -108,7 +123,19 @@ def split(
         held.append(out)
     counts = np.stack([np.bincount(y[rows], minlength=dataset.classes) for rows in train]).astype(np.int64)
     tests = local_tests(dataset.y_test, counts, test_alloc, seed)
-    return Split(tuple(train), tuple(held), tests, counts)
+    made = Split(tuple(train), tuple(held), tests, counts)
+    if not server_images:
+        return made
+    return replace(made, server=auxiliary(y, np.full(dataset.classes, server_images), kept, train, seed))
+
+
+def auxiliary(y: Labels, sizes: Rows, kept: Rows, train: Sequence[Rows], seed: int) -> Rows:
+    """Draw sizes[c] rows of each class c, from what the long tail left out and then from what the clients have."""
+    rng, chosen = stream(seed, SERVER), np.zeros(0, np.int64)
+    for source in (np.setdiff1d(np.arange(len(y)), kept), np.sort(np.concatenate(train))):
+        lacking = sizes - np.bincount(y[chosen], minlength=len(sizes))
+        chosen = np.concatenate([chosen, source[draw(y[source], lacking, rng)]])
+    return np.sort(chosen)
 
 
 def local_tests(y: Labels, counts: Rows, test_alloc: str, seed: int) -> tuple[Rows, ...]:
@@ -137,5 +164,6 @@ def describe(dataset: Dataset, split: Split) -> dict[str, Any]:
         "clients": len(sizes),
         "client_sizes": {"min": int(sizes.min()), "median": float(np.median(sizes)), "max": int(sizes.max())},
         "empty_tests": split.empty_tests,
+        "server": len(split.server),
         "split": split.digest,
     }
