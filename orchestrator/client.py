@@ -325,7 +325,8 @@ class Worker:
         picked = padded.permute(0, 2, 3, 1)[
             torch.arange(b, device=x.device)[:, None, None], rows[:, :, None], columns[:, None, :]
         ]
-        return picked.permute(0, 3, 1, 2).contiguous()
+        # A copy even where one channel lets the permuted tensor pass for contiguous: its strides make convolutions crash.
+        return picked.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
 
     # Jobs ----------------------------------------------------------------------------------------------------------
 
