@@ -19,6 +19,7 @@ class BPFed(Algorithm):
 
     card: ClassVar[Card] = Card("personalized", uploads="body; feature covariance once", keeps="classifier")
     shares_head: ClassVar[bool] = False
+    linear_head: ClassVar[bool] = True
     mixup_alpha: float = knob(1.0, ge=0)  #: alpha: lambda ~ Beta(alpha, alpha); 0: no mixup
     mixup: Literal["batch", "sample"] = "batch"  #: what has a lambda of its own
     feature_augmentation: bool = True  #: FA: fill up the smaller classes; False: retrain on the features as they are

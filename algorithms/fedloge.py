@@ -30,6 +30,7 @@ class FedLoGe(Algorithm):
     """
 
     card: ClassVar[Card] = Card("personalized", uploads="model with two classifiers", keeps="a classifier")
+    linear_head: ClassVar[bool] = True
     fixed_head: heads.Kind = "sse_c"  #: Psi*, the fixed classifier; rows of Tables 3, 8, 9
     sparsity: float = knob(0.6, ge=0, lt=1)  #: beta, the share of zeros in a sparse Psi*
     target_norm: float = knob(0.1, gt=0)  #: gamma, the norm of the class vectors of a sparse Psi*

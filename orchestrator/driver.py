@@ -88,6 +88,11 @@ class Turn:
     index: int  #: of all rounds but those of phases that prepare: what draws and learning rates go by
 
     @property
+    def progress(self) -> float:
+        """Share of the phase's rounds that are over."""
+        return self.round / self.rounds
+
+    @property
     def last(self) -> bool:
         """Whether the phase ends with this round."""
         return self.round + 1 == self.rounds
@@ -98,7 +103,7 @@ class Cohort:
 
     def __init__(self, driver: Driver, ids: Sequence[int], turn: Turn, rng: np.random.Generator) -> None:
         self.ids, self.everyone = list(ids), list(driver.selectable)
-        self.progress, self.rng = turn.round / turn.rounds, rng
+        self.progress, self.rng = turn.progress, rng
         self._driver, self._turn = driver, turn
 
     def sum(self, local: Callable[..., Sum], *shared: Any) -> Sum:
@@ -234,10 +239,10 @@ class Driver:
         """Run a client method on clients, and keep what they remember until the round is in."""
         shared, each = place(shared, CPU), None if each is None else place(each, CPU)
         local = self.experiment.local
-        index = self.plan[self.round].index
-        lr = local.lr if local.schedule is None else local.schedule.rate(local.lr, index)
+        turn = self.plan[self.round]
+        lr = local.lr if local.schedule is None else local.schedule.rate(local.lr, turn.index)
         job = Job(
-            "run", self.part, method, (), self.round, self._calls, lr,
+            "run", self.part, method, (), self.round, self._calls, lr, turn.progress,
             proxy=self.proxy, skip_bad=self.experiment.failures.bad_update == "skip",
         )  # fmt: skip
         jobs = [
