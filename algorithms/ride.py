@@ -41,7 +41,7 @@ class RIDE(FedAvg):
     def apart(self, v: Tensor, prior: Tensor) -> Tensor:
         """Return sum_i T^2 KL(softmax(mean_j v_j / T) || softmax(v_i / T)), in which the mean is held fixed."""
         T = self.temperatures(prior)
-        mean = (v.mean(0).detach() / T).log_softmax(1)
+        mean = (v.mean(0).detach() / T).log_softmax(1)  # in the sum its gradients would only cancel
         own = (v / T).log_softmax(2)
         return T.mean() ** 2 * F.kl_div(own, mean.expand_as(own), reduction="sum", log_target=True) / v.shape[1]
 
