@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from algorithms.params import Params
+
+if TYPE_CHECKING:
+    from algorithms.losses import Loss
 
 Model = Mapping[str, Tensor]  # what predicts: a Params, or parts of several joined with `|`
 Predictor = Callable[[Tensor], Tensor]  # images -> logits
@@ -174,6 +177,7 @@ class Client(Protocol):
         batch: int | None = None,
         momentum: float | None = None,
         weight_decay: float | None = None,
+        views: int = 1,
         **trees: Params,
     ) -> Fit:
         """Minimise the objective over the trees by SGD; what is not given is as in the experiment's `local`."""
@@ -185,8 +189,9 @@ class Client(Protocol):
         data: tuple[Tensor, Tensor] | None = None,
         rows: Tensor | Callable[[torch.Generator], Tensor] | None = None,
         batch: int | None = None,
+        views: int = 1,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield shuffled, augmented minibatches, for loops that `fit` cannot say."""
+        """Yield shuffled, augmented minibatches, for loops that `fit` cannot say; several views are [views, B, ...]."""
 
 
 class Cohort(Protocol):
@@ -240,9 +245,8 @@ class Algorithm:
     after: ClassVar[str | None] = None  #: what runs first when a post-hoc method is named alone
     inherits: ClassVar[tuple[str, ...]] = ()  #: fields of the server that are taken over from the algorithm before
     shares_head: ClassVar[bool] = True  #: whether all clients train one classifier
-    later: ClassVar[
-        Mapping[str, str]
-    ] = {}  #: phase, or "predict" -> the hyperparameters that nothing before depends on
+    later: ClassVar[Mapping[str, str]] = {}  #: phase, or "predict" -> hyperparameters that nothing before needs
+    linear_head: ClassVar[bool] = False  #: whether it computes with weights of a linear classifier, and so has no other
 
     @property
     def name(self) -> str:
@@ -258,6 +262,11 @@ class Algorithm:
     def server_images(self) -> int:
         """How many training images of each class the server itself must own."""
         return 0
+
+    def refuses(self, loss: Loss) -> str | None:
+        """Say why it cannot learn by a loss; None where it can."""
+        wrong = self.linear_head and loss.cosine is not None
+        return f"it needs a cosine classifier, but {self.name} a linear one" if wrong else None
 
     def server_state(self, model: Params) -> dict[str, Any]:
         """Declare the server's memory, given the model to start from."""

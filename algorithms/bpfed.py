@@ -23,6 +23,7 @@ class BPFed(Algorithm):
         "head_init stage2_epochs stage2_lr stage2_momentum stage2_weight_decay stage2_batch"
     }
     shares_head: ClassVar[bool] = False
+    linear_head: ClassVar[bool] = True
     mixup_alpha: float = knob(1.0, ge=0)  #: alpha: lambda ~ Beta(alpha, alpha); 0: no mixup
     mixup: Literal["batch", "sample"] = "batch"  #: what has a lambda of its own
     feature_augmentation: bool = True  #: FA: fill up the smaller classes; False: retrain on the features as they are

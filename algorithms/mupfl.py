@@ -8,7 +8,6 @@ tunes a classifier of its own (PKCF, eqs. 16-21). A model is w = (u, v): the ext
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -25,6 +24,7 @@ class MuPFL(FedAvg):
     """Three modules, each with a switch; with all of them off this is FedAvg."""
 
     card: ClassVar[Card] = Card("personalized", "model, activation maps, class gradients", keeps="model")
+    linear_head: ClassVar[bool] = True
     bavd: bool = True  #: BAVD: zero what the activation maps M_i hold to be of little use
     psi_sign: Literal["text", "formula"] = "text"  #: psi = l_{q-1} - l_q as the text explains it, or the negative
     map_shape: Literal["chw", "hw"] = "chw"  #: M_i of a layer: one map per channel, or one for all
@@ -116,7 +116,7 @@ class MuPFL(FedAvg):
             return client.fit(self.objective, w=w).w, torch.zeros(0)
         M = client.state.maps if self.map_life == "persistent" else {}
         maps = ff.ActivationMaps(M, self.psi_sign, self.map_shape, self.bavd_mode, self.topk_share)
-        rows = partial(maps.forget, torch.arange(client.n)) if self.map_life == "epoch" else None
+        rows = (lambda rng: maps.forget(torch.arange(client.n), rng)) if self.map_life == "epoch" else None
         return client.fit(maps.objective, rows=rows, w=w).w, maps.vector()
 
     def interface(self, w: Params, sent: dict[int, Any], seed: int) -> dict[int, Params]:

@@ -31,9 +31,18 @@ def gpi(local: Tensor, everywhere: Tensor, proxy: Tensor | None) -> Tensor:
     return none(local, everywhere, None) if proxy is None else proxy  # while it is being estimated
 
 
+def pseudo_counts(prior: str, share: Tensor, local: Tensor, everywhere: Tensor) -> Tensor:
+    """Return how many samples the shares of a prior stand for: of the client's own, or of everybody's."""
+    return share * _present(local if prior == "local" else everywhere).sum()
+
+
 def _share(counts: Tensor) -> Tensor:
-    counts = torch.where(counts > 0, counts, ABSENT)
+    counts = _present(counts)
     return counts / counts.sum()
+
+
+def _present(counts: Tensor) -> Tensor:
+    return torch.where(counts > 0, counts, ABSENT)
 
 
 #: A prior that has to be estimated -> the algorithm that must run before.

@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from algorithms.base import Algorithm, Fit, Model, Objective, State, Sum, Tap
 from algorithms.params import Params
-from algorithms.priors import PRIORS
+from algorithms.priors import PRIORS, pseudo_counts
 from orchestrator import evaluate, models
 from orchestrator.data import Dataset, Split
 from orchestrator.experiment import Experiment
@@ -45,6 +45,7 @@ class Job:
     round: int = 0
     call: int = 0  #: how many calls this round has made before
     lr: float = 0.0
+    progress: float = 0.0  #: share of the phase's rounds that are over, for losses that change
     memory: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  #: a client not in it starts afresh
     keys: Mapping[int, Hashable] | None = None  #: add up by these; without keys each client's value is returned
     each: Mapping[int, Any] | None = None  #: one more argument for each client
@@ -130,13 +131,22 @@ def claim(gpu: float) -> torch.device:
 class Client:
     """One client during one call; `algorithms.base.Client` tells what each member is for."""
 
-    def __init__(self, worker: Worker, id: int, seed: int, lr: float = 0.0, proxy: Tensor | None = None) -> None:
+    def __init__(
+        self, worker: Worker, id: int, seed: int, lr: float = 0.0, proxy: Tensor | None = None, progress: float = 0.0
+    ) -> None:
         self.worker, self.id, self.lr = worker, id, lr
         self.momentum = worker.experiment.local.momentum
         self.state = State({})
         self.counts = worker.counts[id]
         self.n = len(worker.split.rows(id))
-        self.prior = worker.prior(self.counts, worker.counts[: worker.split.server_id].sum(0), proxy)
+        everywhere, source = worker.counts[: worker.split.server_id].sum(0), worker.experiment.local.prior
+        self.prior = worker.prior(self.counts, everywhere, proxy)
+        self._loss = worker.loss.at(progress)
+        self._given = {
+            "shares": self.prior,
+            "pseudo_counts": pseudo_counts(source, self.prior, self.counts, everywhere),
+            "own_counts": self.counts,
+        }[self._loss.takes]
         self.last_stage, self.last_block = worker.network.last_stage, worker.network.last_block
         self.rng = torch.Generator().manual_seed(seed)
         self.losses = {"images": (0.0, 0), "features": (0.0, 0)}  # summed over steps, and how many
@@ -178,7 +188,7 @@ class Client:
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the experiment's loss with its prior."""
-        return self.worker.loss(logits, y, self.prior)
+        return self._loss(logits, y, self._given)
 
     def fit(
         self,
@@ -191,6 +201,7 @@ class Client:
         batch: int | None = None,
         momentum: float | None = None,
         weight_decay: float | None = None,
+        views: int = 1,
         **trees: Params,
     ) -> Fit:
         """Minimise the objective over the trees by SGD; what is not given is as in the experiment's `local`."""
@@ -203,7 +214,7 @@ class Client:
         velocities: list[Tensor | None] = [None] * len(flats)
         steps, total = 0, torch.zeros((), device=self.worker.device)
         epochs = local.epochs if epochs is None else epochs
-        for x, y in self.batches(epochs, data=data, rows=rows, batch=batch):
+        for x, y in self.batches(epochs, data=data, rows=rows, batch=batch, views=views):
             # Fresh views each step: the vectors under them have changed.
             loss = objective(self, x, y, **{k: Params(t.layout, t.flat, t.buffers) for k, t in trees.items()})
             with torch.no_grad():
@@ -229,6 +240,7 @@ class Client:
         data: tuple[Tensor, Tensor] | None = None,
         rows: Tensor | Callable[[torch.Generator], Tensor] | None = None,
         batch: int | None = None,
+        views: int = 1,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield shuffled, augmented minibatches; `rows` picks samples (a function: anew each epoch)."""
         x, y = (self.x, self.y) if data is None else data
@@ -240,7 +252,8 @@ class Client:
                 # Batch norm cannot train on one image.
                 if len(part) > 1 or data is not None or not self.worker.norms:
                     part = part.to(x.device)
-                    yield (self.worker.augment(x[part], self.rng) if data is None else x[part]), y[part]
+                    seen = [self.worker.augment(x[part], self.rng) if data is None else x[part] for _ in range(views)]
+                    yield seen[0] if views == 1 else torch.stack(seen), y[part]
 
 
 class Worker:
@@ -330,7 +343,8 @@ class Worker:
         picked = padded.permute(0, 2, 3, 1)[
             torch.arange(b, device=x.device)[:, None, None], rows[:, :, None], columns[:, None, :]
         ]
-        return picked.permute(0, 3, 1, 2).contiguous()
+        # A copy even where one channel lets the permuted tensor pass for contiguous: convolutions crash on its strides.
+        return picked.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
 
     # Jobs ----------------------------------------------------------------------------------------------------------
 
@@ -370,7 +384,8 @@ class Worker:
             seed = stream(self.experiment.seed, CALL, job.round, job.call, id)
             who = "the server" if id == self.split.server_id else f"client {id}"
             try:
-                client = self.client(id, job.part, job.memory, origin, seed, lr=job.lr, proxy=proxy)
+                call = {"lr": job.lr, "proxy": proxy, "progress": job.progress}
+                client = self.client(id, job.part, job.memory, origin, seed, **call)
                 value = local(client, *shared, *(() if job.each is None else (place(job.each[id], self.device),)))
                 memory = place(client.state.fields(), CPU)
             except Exception as error:
@@ -411,12 +426,19 @@ def network(experiment: Experiment, dataset: Dataset) -> models.Network:
     """Build the experiment's network with its initial weights."""
     model = experiment.model
     assert model.name is not None
+    cosine = experiment.local.make_loss().cosine
     asked = {model.experts, *(part.experts for part in experiment.chain().parts)} - {None}
     if len(asked) > 1:
         raise ValueError(f"model and algorithms want different numbers of experts: {sorted(asked, key=str)}")
     experts = asked.pop() if asked else None
     return models.build(
-        model.name, dataset.shape, dataset.classes, width=model.width, experts=experts, seed=experiment.seed
+        model.name,
+        dataset.shape,
+        dataset.classes,
+        width=model.width,
+        experts=experts,
+        cosine=cosine,
+        seed=experiment.seed,
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from algorithms.base import Algorithm, State, Sum
+from algorithms.losses import Loss
 from algorithms.params import Params
 from orchestrator.checkpoint import CheckpointError, RunDirectory, fingerprint
 from orchestrator.client import CPU, SAMPLING, SERVER, Job, Result, Worker, network, own, place, size, stream
@@ -89,7 +90,7 @@ class Cohort:
     def progress(self) -> float:
         """Share of the phase's rounds that are behind; whoever asks depends on how many rounds there are."""
         self._driver.asked_progress = True
-        return self._turn.round / self._turn.rounds
+        return self._turn.progress
 
     def sum(self, local: Callable[..., Sum], *shared: Any) -> Sum:
         """Run a client method on every client and add up what they return."""
@@ -143,7 +144,8 @@ class Driver:
         self.round = 0
         self.server = State({})
         self.proxy: torch.Tensor | None = None  # the class prior that an algorithm has left in its field `prior`
-        self.asked_progress = False  # whether anything has gone by the share of rounds done
+        # Whether anything has gone by the share of rounds done; a loss that may change does.
+        self.asked_progress = type(experiment.local.make_loss()).at is not Loss.at
         self._saved, self._write_s, self._changed = time.monotonic(), 0.0, set[int]()
         if not self._resume():
             self._enter(0, Params.of(network(experiment, dataset)))
@@ -242,10 +244,10 @@ class Driver:
         who = "server" if list(ids) == [self.split.server_id] else "clients"
         shared, each = place(shared, CPU), None if each is None else place(each, CPU)
         local = self.experiment.local
-        index = self.plan[self.round].index
-        lr = local.lr if local.schedule is None else local.schedule.rate(local.lr, index)
+        turn = self.plan[self.round]
+        lr = local.lr if local.schedule is None else local.schedule.rate(local.lr, turn.index)
         job = Job(
-            "run", self.part, method, (), self.round, self._calls[who], lr,
+            "run", self.part, method, (), self.round, self._calls[who], lr, turn.progress,
             proxy=self.proxy, skip_bad=who == "clients" and self.experiment.failures.bad_update == "skip",
         )  # fmt: skip
         jobs = [

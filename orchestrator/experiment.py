@@ -35,6 +35,7 @@ from orchestrator.fields import (
     Whole,
     complaints,
     either,
+    fitting,
     gpu_share,
     listed,
     read_chain,
@@ -157,10 +158,13 @@ class Local(Part):
         if "loss" in info.data:
             loss = info.data["loss"][0]
             others, users = sorted(PRIORS.keys() - {"none"}), [name for name in LOSSES if LOSSES[name].uses_prior]
-            if LOSSES[loss].uses_prior and prior == "none":
+            if LOSSES[loss].takes == "own_counts":
+                if prior not in ("none", "local"):
+                    raise ValueError(f"loss '{loss}' is one of each client's own counts; leave the prior out")
+            elif LOSSES[loss].uses_prior and prior == "none":
                 raise ValueError(f"loss '{loss}' needs a class prior; choose one of {', '.join(others)}")
-            if not LOSSES[loss].uses_prior and prior != "none":
-                raise ValueError(f"loss '{loss}' uses no prior; choose none, or loss {' or '.join(users)}")
+            elif not LOSSES[loss].uses_prior and prior != "none":
+                raise ValueError(f"loss '{loss}' uses no prior; choose none, or one that does: {', '.join(users)}")
         return prior
 
     @field_serializer("loss")
@@ -207,7 +211,7 @@ class Experiment(Part):
     algorithm: Annotated[tuple[Named, ...], BeforeValidator(read_chain)] = Field(
         default=algorithms.DEFAULT, validate_default=True
     )
-    local: Local = Local()
+    local: Local = Field(default=Local(), validate_default=True)
     rounds: Count = 20
     clients_per_round: Count = Field(default=None, validate_default=True)
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
@@ -224,6 +228,13 @@ class Experiment(Part):
         if isinstance(model, Mapping) and model.get("name") is None:
             return {**model, "name": default_model(info.data.get("data", Data()).name)}
         return model
+
+    @field_validator("local")
+    @classmethod
+    def _fits(cls, local: Local, info: ValidationInfo) -> Local:
+        if "algorithm" in info.data:
+            fitting(info.data["algorithm"], local.loss, local.prior)
+        return local
 
     @field_validator("clients_per_round", mode="before")
     @classmethod

@@ -229,6 +229,19 @@ def read_chain(value: Any) -> Any:
     return tuple(chain)
 
 
+def fitting(chain: Sequence[Named], loss: Named, prior: str) -> None:
+    """Refuse a loss or a prior that an algorithm of the chain cannot learn by."""
+    try:
+        parts = algorithms.build(({name: knobs} for name, knobs in chain), prior).parts
+    except ValueError as error:
+        raise _within([Complaint(("prior",), str(error))]) from None
+    name, knobs = loss
+    reasons = dict.fromkeys(part.refuses(LOSSES[name](**knobs)) for part in parts)
+    found = [Complaint(("loss",), f"loss '{name}' does not fit: {reason}") for reason in reasons if reason]
+    if found:
+        raise _within(found)
+
+
 def some(values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Refuse an empty list."""
     if not values:

@@ -21,6 +21,11 @@ class Turn:
     index: int  #: of all rounds but those of phases that prepare: what draws and learning rates go by
 
     @property
+    def progress(self) -> float:
+        """Share of the phase's rounds that are over."""
+        return self.round / self.rounds
+
+    @property
     def last(self) -> bool:
         """Whether the phase ends with this round."""
         return self.round + 1 == self.rounds

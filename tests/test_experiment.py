@@ -195,7 +195,7 @@ def test_combinations_that_make_no_sense():
     (found,) = wrong("local:\n  loss: balanced_softmax")
     assert found.startswith("2:3: local.prior: loss 'balanced_softmax' needs a class prior; choose one of global, ")
     assert wrong("local: {prior: local}") == [
-        "1:16: local.prior: loss 'ce' uses no prior; choose none, or loss balanced_softmax"
+        "1:16: local.prior: loss 'ce' uses no prior; choose none, or one that does: balanced_softmax, ldam, lade"
     ]
     assert made("local: {loss: balanced_softmax, prior: global}").local.prior == "global"
 

@@ -211,3 +211,32 @@ def test_a_bad_update_may_be_left_out(monkeypatch):
     assert line["metrics"]["clients/rejected"] == 1
     assert line["rejected"] == [f"client {bad}, round 0: 'w.weights' is not finite"]
     assert torch.isfinite(run.server.model.flat).all()
+
+
+# Augmentation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_crops_are_mirrored_windows_of_the_padded_image(channels):
+    worker = driver(tiny(local={"lr": 0.05, "batch": 16, "augment": "crop_flip"})).engine.worker
+    x = torch.randn(12, channels, 8, 8, generator=torch.Generator().manual_seed(1))
+    worker.mean, worker.std = (t.expand(channels, 1, 1) for t in (worker.mean, worker.std))
+    black = -worker.mean / worker.std
+    padded = black.expand(12, channels, 16, 16).clone()
+    padded[:, :, 4:12, 4:12] = x
+    made = worker.augment(x, torch.Generator().manual_seed(2))
+    # Where there is one channel, other strides pass for contiguous too, with which convolutions corrupt memory.
+    assert made.stride() == torch.empty(12, channels, 8, 8).stride()
+    found = []
+    for image, around in zip(made, padded, strict=True):
+        windows = {(t, s): around[:, t : t + 8, s : s + 8] for t in range(9) for s in range(9)}
+        found += [(k, m) for k, w in windows.items() for m in (0, 1) if torch.equal(image, w.flip(2) if m else w)]
+    assert len(found) == 12
+    assert len({place for place, _ in found}) > 6
+    assert {mirrored for _, mirrored in found} == {0, 1}
+
+
+def test_grey_images_are_augmented_for_a_network_with_batch_norm():
+    local = {"lr": 0.05, "batch": 16, "augment": "crop_flip"}
+    run = finish(driver(tiny(local=local, model={"name": "resnet8", "width": 4})))
+    assert run.server.model.flat.isfinite().all()

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 
 from orchestrator.models.cnn import cnn_ecl, cnn_mupfl, cnn_small
+from orchestrator.models.experts import classify_by_cosine
 from orchestrator.models.network import Network, Shape, prepare
 from orchestrator.models.resnet import resnet8, resnet18, resnet20, resnet32, resnet34
 from orchestrator.models.vision import torchvision
@@ -56,9 +57,19 @@ def default_model(dataset_name: str) -> str:
 
 
 def build(
-    name: str, shape: Shape, classes: int, *, width: int | None = None, experts: int | None = None, seed: int = 0
+    name: str,
+    shape: Shape,
+    classes: int,
+    *,
+    width: int | None = None,
+    experts: int | None = None,
+    cosine: float | None = None,
+    seed: int = 0,
 ) -> Network:
-    """Make a network for images of this shape, its weights drawn from the seed alone."""
+    """Make a network for images of this shape, its weights drawn from the seed alone.
+
+    With `cosine`, its classifier is the cosine one of this scale; its body is the same.
+    """
     if name not in MODELS:
         near = get_close_matches(name, MODELS, n=1, cutoff=0.0)[0]
         raise ValueError(f"there is no model {name!r}; did you mean {near!r}? Known models: {', '.join(MODELS)}")
@@ -77,5 +88,7 @@ def build(
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reset every GPU's generator
         network = model.make(shape, classes, **options)
+        if cosine is not None:
+            classify_by_cosine(network, classes, cosine)
         prepare(network, shape)
     return network

@@ -58,6 +58,15 @@ class CosineExperts(nn.Module):
         return logits if each else logits.mean(0)
 
 
+def classify_by_cosine(network: Network, classes: int, scale: float) -> None:
+    """Give a network a cosine classifier of this scale, and this scale to the ones of experts."""
+    if not network.experts:
+        # Under an expert's name: nobody can take its weights for those of a linear layer.
+        network.head = CosineExperts(1, network.dim, classes)
+    for expert in network.head.experts:  # type: ignore[union-attr]
+        expert.scale = scale
+
+
 def of_experts(body: Fork, dim: int, classes: int, shared_maps: Sequence[str], own_maps: Sequence[str] = ()) -> Network:
     """Put the cosine classifiers on a fork whose experts have `dim` features each; maps are named within their part."""
     experts = range(len(body.experts))
