@@ -119,7 +119,7 @@ def test_while_predicting_clients_share_the_stem():
     clients, x = [Client(worker, id, 0) for id in (0, 1)], torch.rand(5, 1, 8, 8)
     own = [w.under(clients[0].last_stage) * (1 + id) for id in (0, 1)]
     with worker.predicting():
-        stems = [client.stem(w, x) for client in clients]
+        stems = [client.stem(w | v, x) for client, v in zip(clients, own, strict=True)]
         assert stems[0] is stems[1]
         h = [client.stage(w | v, f) for client, v, f in zip(clients, own, stems, strict=True)]
     assert not torch.equal(*h)

@@ -45,8 +45,9 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Add what the convolutions find to what went around them."""
-        h = F.relu(self.bn1(self.conv1(x)))
-        return F.relu(self.bn2(self.conv2(h)) + self.shortcut(x))
+        h = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        # With weights of fewer channels than the block was made for, what goes around is narrowed as they are.
+        return F.relu(h + self.shortcut(x)[:, : h.shape[1]])
 
 
 def stem(channels: int, outputs: int) -> nn.Sequential:
