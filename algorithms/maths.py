@@ -28,3 +28,15 @@ def fresh(head: Params, rng: torch.Generator) -> Params:
     dim = next(t.shape[1] for t in head.values() if t.dim() == 2)
     drawn = torch.rand(head.flat.shape, generator=rng).to(head.flat)
     return Params(head.layout, (2 * drawn - 1) / dim**0.5, head.buffers)
+
+
+def linear(model: Params, method: str) -> Params:
+    """Return the classifier of a model, which must be one linear layer with a bias for this method to rescale it."""
+    if set(model.head) != {"head.weight", "head.bias"}:
+        raise ValueError(f"{method} rescales one linear classifier, but this network has {', '.join(model.head)}")
+    return model.head
+
+
+def smoothed(eps: Tensor, others: Tensor) -> Tensor:
+    """Return the soft label of each class as a row: 1 - eps_c for c itself, eps_c shared evenly by its others."""
+    return torch.diag(1 - eps) + (eps / others.sum(1).clamp_min(1))[:, None] * others
