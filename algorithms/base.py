@@ -154,6 +154,12 @@ class Client(Protocol):
     def features(self, w: Model, x: Tensor, tap: Tap | None = None) -> Tensor:
         """Return f_theta(x); a layer runs in training mode exactly while its weights are being trained."""
 
+    def stem(self, w: Model, x: Tensor) -> Tensor:
+        """Return the input of the body's last stage; what `stage` makes of it are the features, bit for bit."""
+
+    def stage(self, w: Model, f: Tensor, tap: Tap | None = None) -> Tensor:
+        """Return the features that the last stage makes of its input; `w` need not name anything before it."""
+
     def embed(self, w: Model) -> Tensor:
         """Return the features of all training images under a frozen body, without augmentation."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from algorithms.base import Algorithm, Card, Client, Cohort, Phase, Predictor, State, Sum, knob
-from algorithms.maths import fresh
+from algorithms.maths import fresh, linear, smoothed
 from algorithms.params import Params
 
 
@@ -46,8 +46,7 @@ class BPFed(Algorithm):
 
     def server_state(self, model: Params) -> dict[str, Any]:
         """Keep U_glo, in a model whose classifier nobody trains, and M_glo."""
-        if set(model.head) != {"head.weight", "head.bias"}:
-            raise ValueError(f"BPFed rescales one linear classifier, but this network has {', '.join(model.head)}")
+        linear(model, "BPFed")
         return {"model": model, "M": None}
 
     def client_state(self, client: Client, model: Params) -> dict[str, Any]:
@@ -141,7 +140,7 @@ class BPFed(Algorithm):
         n, delta = client.counts, 0.0 if self.smoothing == "none" else self.smooth_max
         others = (n >= 0 if self.smoothing == "all" else n > 0) * (1 - torch.eye(len(n), device=n.device))
         g = delta * (n / n.max()) ** self.smooth_power * others.any(1)
-        return torch.diag(1 - g) + (g / others.sum(1).clamp_min(1))[:, None] * others
+        return smoothed(g, others)
 
     def personal(self, client: Client, *view: Any) -> Predictor:
         """Predict with {U_glo, V_k}."""

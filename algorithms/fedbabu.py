@@ -18,6 +18,7 @@ class FedBABU(FedAvg):
     """Body aggregation, body update: the classifier stays as it was drawn until clients fine-tune, after training."""
 
     card: ClassVar[Card] = Card("personalized", uploads="body", keeps="model")
+    later: ClassVar[dict[str, str]] = {"personalize": "finetune_epochs finetune_part finetune_lr"}
     finetune_epochs: int = knob(5, ge=0)  #: epochs of the fine-tuning; 0: none
     finetune_part: Literal["full", "head", "body"] = "full"  #: what is fine-tuned, the rest being frozen
     finetune_lr: float | None = knob(None, gt=0)  #: its learning rate; None: the experiment's

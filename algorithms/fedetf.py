@@ -32,6 +32,9 @@ class FedETF(Algorithm):
     """
 
     card: ClassVar[Card] = Card("personalized", uploads="body, projection and temperature", keeps="model")
+    later: ClassVar[dict[str, str]] = {
+        "personalize": "personal_epochs alternations etf_epochs etf_lr projection_epochs projection_lr"
+    }
     projection: bool = True  #: p; False: the frame V lies in the feature space itself
     temperature: float = knob(1.0, gt=0)  #: beta as it starts to be learnt; with dot_regression it stays
     dot_regression: bool = False  #: 1/2 (v_y . h - |v_y|)^2 on batch-normalised h instead of the balanced loss

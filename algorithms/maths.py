@@ -44,3 +44,15 @@ def proximal(objective: Objective, mu: float, anchor: Params) -> Objective:
 def effective_steps(steps: int, momentum: float) -> float:
     """Return how often the gradients of so many SGD steps are in the weights, all together; m = 0: once each."""
     return sum((1 - momentum**j) / (1 - momentum) for j in range(1, steps + 1))
+
+
+def linear(model: Params, method: str) -> Params:
+    """Return the classifier of a model, which must be one linear layer with a bias for this method to rescale it."""
+    if set(model.head) != {"head.weight", "head.bias"}:
+        raise ValueError(f"{method} rescales one linear classifier, but this network has {', '.join(model.head)}")
+    return model.head
+
+
+def smoothed(eps: Tensor, others: Tensor) -> Tensor:
+    """Return the soft label of each class as a row: 1 - eps_c for c itself, eps_c shared evenly by its others."""
+    return torch.diag(1 - eps) + (eps / others.sum(1).clamp_min(1))[:, None] * others

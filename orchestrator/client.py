@@ -168,10 +168,17 @@ class Client:
 
     def features(self, w: Model, x: Tensor, tap: Tap | None = None) -> Tensor:
         """Return the body's features of images."""
-        if tap is None:
-            return self.worker.features(w, x)
         with self.worker.tapped(tap):
             return self.worker.features(w, x)
+
+    def stem(self, w: Model, x: Tensor) -> Tensor:
+        """Return what the body's last stage is given of images."""
+        return self.worker.stem(w, x)
+
+    def stage(self, w: Model, f: Tensor, tap: Tap | None = None) -> Tensor:
+        """Return the body's features from the input of its last stage."""
+        with self.worker.tapped(tap):
+            return self.worker.stage(w, f)
 
     def embed(self, w: Model) -> Tensor:
         """Return the features of all training images under a frozen body, without augmentation."""
@@ -270,9 +277,11 @@ class Worker:
             for name, module in self.network.named_modules()
             if isinstance(module, nn.modules.batchnorm._BatchNorm)
         ]
+        stem, stage = self.network.halves()
+        self._pieces = {"body": self.network.body, "stem": stem, "stage": stage, "head": self.network.head}
         self._names = {
-            kind: [(f"{kind}.{n}", n) for n, t in (*module.named_parameters(), *module.named_buffers())]
-            for kind, module in (("body", self.network.body), ("head", self.network.head))
+            piece: [(f"{'head' if piece == 'head' else 'body'}.{n}", n) for n in module.state_dict()]
+            for piece, module in self._pieces.items()
         }
         self.x_train, self.y_train = torch.from_numpy(dataset.x_train).to(device), torch.from_numpy(dataset.y_train)
         self.x_test, self.y_test = torch.from_numpy(dataset.x_test).to(device), torch.from_numpy(dataset.y_test)
@@ -288,18 +297,30 @@ class Worker:
 
     def features(self, w: Model, x: Tensor) -> Tensor:
         """Return the body's features; batch norm trains exactly where its weights are being trained."""
-        body = {short: w[name] for name, short in self._names["body"]}
+        return self._through("body", w, x)
+
+    def stem(self, w: Model, x: Tensor) -> Tensor:
+        """Return what the body's last stage is given; `w` need not name that stage's weights."""
+        return self._through("stem", w, x)
+
+    def stage(self, w: Model, f: Tensor) -> Tensor:
+        """Return the features that the last stage makes of its input; `w` need not name any weights before it."""
+        return self._through("stage", w, f)
+
+    def _through(self, piece: str, w: Model, x: Tensor) -> Tensor:
+        weights = {short: w[name] for name, short in self._names[piece]}
         if self._memo is not None:
             for module, _ in self.norms:
                 module.eval()
             # While predicting, clients that share a body share its features. Holding the tensors keeps keys unique.
-            key = x.data_ptr(), *((t.data_ptr(), t._version) for t in body.values())
+            key = piece, x.data_ptr(), *((t.data_ptr(), t._version) for t in weights.values())
             if key not in self._memo:
-                self._memo[key] = (x, *body.values()), functional_call(self.network.body, body, (x,))
+                self._memo[key] = (x, *weights.values()), functional_call(self._pieces[piece], weights, (x,))
             return self._memo[key][1]
         for module, name in self.norms:
-            module.training = w[name].requires_grad
-        return functional_call(self.network.body, body, (x,))  # type: ignore[no-any-return]
+            if name in w:
+                module.training = w[name].requires_grad
+        return functional_call(self._pieces[piece], weights, (x,))  # type: ignore[no-any-return]
 
     def head(self, w: Model, h: Tensor, each: bool = False) -> Tensor:
         """Return the head's logits of features, or those of each expert."""
@@ -313,13 +334,14 @@ class Worker:
         return self.head(w, h)[None]  # a single expert is an ordinary network
 
     @contextmanager
-    def tapped(self, tap: Tap) -> Iterator[None]:
-        """While inside, what the instrumented layers put out goes through the tap."""
+    def tapped(self, tap: Tap | None) -> Iterator[None]:
+        """While inside, what the instrumented layers put out goes through the tap, if there is one."""
 
-        def hook(name: str) -> Callable[..., Tensor]:
+        def hook(name: str, tap: Tap) -> Callable[..., Tensor]:
             return lambda module, inputs, output: tap(name, output)
 
-        hooks = [self.network.get_submodule(n).register_forward_hook(hook(n)) for n in self.network.activations]
+        layers = self.network.activations
+        hooks = [self.network.get_submodule(n).register_forward_hook(hook(n, tap)) for n in layers if tap]
         try:
             yield
         finally:

@@ -25,18 +25,26 @@ NETWORKS = ["cnn_small", {"name": "resnet8", "width": 4}]
 #: What makes a method's run short; everything else is at its default.
 QUICK = {
     "creff": {"head_epochs": 2, "match_steps": 3, "features_per_class": 5, "grad_repeats": 1},
+    "crt": {"rounds": 2},
     "ecl": {"epochs": 2},
+    "fedafa": {"epochs": 1},
     "fedbabu": {"finetune_epochs": 1},
     "fedetf": {"alternations": 2},
     "fedloge": {"ssec_steps": 50, "finetune_epochs": 1},
     "fedrep": {"head_epochs": 2},
     "finetune": {"epochs": 1},
+    "mislas": {"epochs": 1},
     "mupfl": {"classifier_epochs": 2, "match_steps": 3, "features_per_class": 5, "grad_repeats": 1},
 }
 
 
+#: The one network of the two with which a method can do.
+ONLY = {"fedalign": NETWORKS[1]}
+
+
 def experiment(name, **changes):
-    return tiny(algorithm={name: QUICK.get(name, {})}, **{"model": "cnn_small"} | changes)
+    changes["model"] = ONLY.get(name) or changes.get("model", "cnn_small")
+    return tiny(algorithm={name: QUICK.get(name, {})}, **changes)
 
 
 def values(run):

@@ -13,18 +13,18 @@ from orchestrator.models.network import Network
 Layers = OrderedDict[str, nn.Module]
 
 
-class Fork(nn.Module):
-    """A shared trunk and the experts' own layers; the features are theirs side by side."""
+class Experts(nn.ModuleList):
+    """The experts' own layers, each on the same input; the features are theirs side by side."""
 
-    def __init__(self, trunk: Layers, own: Callable[[], Layers], experts: int) -> None:
-        super().__init__()
-        self.trunk = nn.Sequential(trunk)
-        self.experts = nn.ModuleList(nn.Sequential(own()) for _ in range(experts))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, h: Tensor) -> Tensor:
         """Features [B, experts * dim], expert 0 first."""
-        h = self.trunk(x)
-        return torch.cat([expert(h) for expert in self.experts], dim=1)
+        return torch.cat([expert(h) for expert in self], dim=1)
+
+
+def fork(trunk: Layers, own: Callable[[], Layers], experts: int) -> nn.Sequential:
+    """Make a shared trunk with the experts' own layers on it."""
+    own_layers = Experts(nn.Sequential(own()) for _ in range(experts))
+    return nn.Sequential(Layers(trunk=nn.Sequential(trunk), experts=own_layers))
 
 
 class Cosine(nn.Module):
@@ -67,9 +67,11 @@ def classify_by_cosine(network: Network, classes: int, scale: float) -> None:
         expert.scale = scale
 
 
-def of_experts(body: Fork, dim: int, classes: int, shared_maps: Sequence[str], own_maps: Sequence[str] = ()) -> Network:
+def of_experts(
+    body: nn.Sequential, dim: int, classes: int, shared_maps: Sequence[str], own_maps: Sequence[str] = ()
+) -> Network:
     """Put the cosine classifiers on a fork whose experts have `dim` features each; maps are named within their part."""
-    experts = range(len(body.experts))
+    experts = range(len(list(body[-1].children())))
     return Network(
         body,
         CosineExperts(len(experts), dim, classes),

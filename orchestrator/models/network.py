@@ -13,12 +13,12 @@ Shape = tuple[int, int, int]
 class Network(nn.Module):
     """A classifier cut into body and head, which knows the names of the parts that algorithms single out."""
 
-    body: nn.Module  #: image batch -> features [B, dim]
+    body: nn.Sequential  #: image batch -> features [B, dim]; its last stage is one of its children
     head: nn.Module  #: features -> logits [B, classes]
 
     def __init__(
         self,
-        body: nn.Module,
+        body: nn.Sequential,
         head: nn.Module,
         *,
         dim: int,
@@ -40,6 +40,12 @@ class Network(nn.Module):
         """Logits of a batch of images."""
         logits: Tensor = self.head(self.body(x))
         return logits
+
+    def halves(self) -> tuple[nn.Module, nn.Module]:
+        """The body in two: all before its last stage, and from there on; they share their layers with it."""
+        names = [f"body.{name}." for name, _ in self.body.named_children()]
+        cut = names.index(self.last_stage)
+        return self.body[:cut], self.body[cut:]
 
     @property
     def experts(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from orchestrator.models.experts import Fork, Layers, of_experts
+from orchestrator.models.experts import Layers, fork, of_experts
 from orchestrator.models.network import Network, Shape
 
 #: Makes the way around a block that changes the shape, from input channels, output channels and stride.
@@ -45,8 +45,9 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Add what the convolutions find to what went around them."""
-        h = F.relu(self.bn1(self.conv1(x)))
-        return F.relu(self.bn2(self.conv2(h)) + self.shortcut(x))
+        h = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        # With weights of fewer channels than the block was made for, what goes around is narrowed as they are.
+        return F.relu(h + self.shortcut(x)[:, : h.shape[1]])
 
 
 def stem(channels: int, outputs: int) -> nn.Sequential:
@@ -113,7 +114,7 @@ def resnet32(shape: Shape, classes: int, width: int = 16, experts: int = 1) -> N
     def own() -> Layers:
         return Layers(stage2=stage(width, middle, 5, 2, Pad), stage3=stage(middle, last, 5, 2, Pad), pool=pool())
 
-    body = Fork(Layers(stem=stem(shape[0], width), stage1=stage(width, width, 5, 1, Pad)), own, experts)
+    body = fork(Layers(stem=stem(shape[0], width), stage1=stage(width, width, 5, 1, Pad)), own, experts)
     initialise(body)
     return of_experts(body, last, classes, ("stage1",), ("stage2", "stage3"))
 

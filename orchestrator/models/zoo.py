@@ -49,13 +49,15 @@ def mobilenet_v3_small(shape: Shape, classes: int) -> Network:
 
 def _bottlenecks(name: str, shape: Shape, classes: int) -> Network:
     """Take the last layer off a torchvision ResNet, to be the head."""
-    body = getattr(torchvision().models, name)(num_classes=classes)
-    head, body.fc = body.fc, nn.Identity()
-    _take_channels(body, "conv1", shape[0])
+    whole = getattr(torchvision().models, name)(num_classes=classes)
+    _take_channels(whole, "conv1", shape[0])
+    layers = OrderedDict[str, nn.Module](whole.named_children())  # in the order in which they are run
+    head = layers.pop("fc")
+    layers["flat"] = nn.Flatten()
     return Network(
-        body,
+        nn.Sequential(layers),
         head,
-        dim=head.in_features,
+        dim=whole.fc.in_features,
         last_stage="body.layer4.",
         last_block="body.layer4.2.",
         activations=tuple(f"body.layer{i}" for i in range(1, 5)),
