@@ -37,6 +37,8 @@ from orchestrator.trial import Trial
 from orchestrator.view import View
 from orchestrator.yaml_file import Open
 
+STARTS = 3  #: tries to start Ray
+
 
 def run_sweep(
     folder: Path,
@@ -225,14 +227,7 @@ def _cluster(options: argparse.Namespace, console: Console) -> Iterator[None]:
             raise InputError([f"--address {options.address}: {error}; {hint}"]) from None
     else:
         temporary = tempfile.mkdtemp(prefix="fedtail-")
-        ray.init(
-            address="local",
-            num_cpus=options.num_cpus,
-            num_gpus=options.num_gpus,
-            include_dashboard=False,
-            _temp_dir=temporary,
-            **common,
-        )
+        _start(options, temporary, common, console)
     listen()
     token = Path.home() / ".ray" / "auth_token"
     if token.exists():
@@ -245,6 +240,26 @@ def _cluster(options: argparse.Namespace, console: Console) -> Iterator[None]:
         ray.shutdown()
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _start(options: argparse.Namespace, folder: str, common: Mapping[str, Any], console: Console) -> None:
+    """Start Ray on this machine; it gives up after half a minute, which is too early for one that is very busy."""
+    for attempt in range(1, STARTS + 1):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=options.num_cpus,
+                num_gpus=options.num_gpus,
+                include_dashboard=False,
+                _temp_dir=folder,
+                **common,
+            )
+            return
+        except Exception as error:
+            ray.shutdown()
+            if attempt == STARTS or "timed out" not in str(error):
+                raise
+            console.print("Ray did not come up in time (is the machine very busy?); trying again", highlight=False)
 
 
 def _machine() -> str:

@@ -87,7 +87,7 @@ def test_shared_work_extended_by_samples_and_by_rounds(tmp_path, capsys):
 
 
 POPULATION = """\
-search: {metric: generic/acc, samples: 4, scheduler: %s}
+search: {metric: generic/acc, samples: %d, scheduler: %s}
 experiment:
   data: {name: digits, clients: 6, imbalance: 5}
   algorithm: [{fedprox: {mu: !loguniform [0.001, 1.0]}}, {finetune: {epochs: 1}}]
@@ -99,16 +99,16 @@ experiment:
 
 
 @pytest.mark.parametrize(
-    "scheduler",
+    ("scheduler", "samples"),
     [
-        "{pbt: {interval: 3, quantile: 0.5}}",
-        pytest.param("hyperband", marks=pytest.mark.slow),
-        pytest.param("{median: {grace: 2, fewest: 2}}", marks=pytest.mark.slow),
+        ("{pbt: {interval: 3, quantile: 0.5}}", 4),
+        pytest.param("hyperband", 9, marks=pytest.mark.slow),  # as many as its widest bracket of nine rounds holds
+        pytest.param("{median: {grace: 2, fewest: 2}}", 4, marks=pytest.mark.slow),
     ],
 )
-def test_schedulers_act_in_the_first_phase(tmp_path, scheduler):
+def test_schedulers_act_in_the_first_phase(tmp_path, scheduler, samples):
     file, out = tmp_path / "population.yaml", tmp_path / "runs"
-    file.write_text(POPULATION % scheduler)
+    file.write_text(POPULATION % (samples, scheduler))
     code, text, error = run(file, "--out", out)
     assert code == 0, text + error
     found = summary_of(out / "population")["trials"]
