@@ -258,6 +258,7 @@ def _start(options: argparse.Namespace, folder: str, common: Mapping[str, Any], 
         except Exception as error:
             ray.shutdown()
             if attempt == STARTS or "timed out" not in str(error):
+                shutil.rmtree(folder, ignore_errors=True)
                 raise
             console.print("Ray did not come up in time (is the machine very busy?); trying again", highlight=False)
 
