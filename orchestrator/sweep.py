@@ -6,6 +6,7 @@ import argparse
 import logging
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +21,14 @@ from rich.console import Console
 from orchestrator.checkpoint import set_status, status_of
 from orchestrator.data import Dataset
 from orchestrator.experiment import InputError, Search
-from orchestrator.resources import concurrency, share
+from orchestrator.resources import HEAD, Nodes, concurrency, planned, share, with_those_to_come
 from orchestrator.signals import interruptible, listen
 from orchestrator.space import Trial as Point
 from orchestrator.tracking import Mirror
 from orchestrator.trial import Trial
 from orchestrator.view import View
+
+MACHINES_S = 180.0  #: how long a sweep waits for the machines of a cluster that was launched just now
 
 
 def run_sweep(
@@ -43,7 +46,7 @@ def run_sweep(
         return
     with _cluster(options, console):
         here = ray.util.get_node_ip_address()
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        nodes = _machines(here, console) if options.address else [node["Resources"] for node in ray.nodes()]
         at_a_time = concurrency([p.experiment for p in left], search.concurrent, nodes)
         shares = {p.id: share(p.experiment, nodes, at_a_time, here) for p in left}
         trainable = tune.with_parameters(
@@ -158,6 +161,20 @@ def _cluster(options: argparse.Namespace, console: Console) -> Iterator[None]:
         ray.shutdown()
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _machines(here: str, console: Console) -> Nodes:
+    """Return what each machine of a cluster has: wait for all that it is to have, and count those that it may start."""
+    least, most = planned()
+    deadline = time.monotonic() + MACHINES_S
+    while True:
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if not any(HEAD in node and f"node:{here}" in node for node in alive):
+            return alive  # the plan found here is not this cluster's
+        if len(alive) > least or time.monotonic() > deadline:
+            return with_those_to_come(alive, most)
+        console.print(f"{len(alive)} of {1 + least} machines are there; waiting for the others", highlight=False)
+        time.sleep(10.0)
 
 
 def _machine() -> str:
