@@ -11,7 +11,7 @@ demo: .venv/ready
 test: lint
 	$(BIN)/python -m pytest
 
-test-slow: .venv/ready
+test-slow: .venv/cluster
 	$(BIN)/python -m pytest -m slow
 
 lint: .venv/ready
@@ -22,6 +22,10 @@ lint: .venv/ready
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+.venv/cluster: .venv/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,cluster]'
 	touch $@
 
 clean:
