@@ -11,7 +11,7 @@ demo: .venv/ready
 test: lint
 	$(BIN)/python -m pytest
 
-test-slow: .venv/ready
+test-slow: .venv/cluster
 	$(BIN)/python -m pytest -m slow
 
 lint: .venv/ready
@@ -26,6 +26,10 @@ lint: .venv/ready
 
 catalogue: .venv/ready
 	$(BIN)/python -m orchestrator.catalogue README.md
+
+.venv/cluster: .venv/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,cluster]'
+	touch $@
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -18,7 +18,7 @@ from orchestrator.client import ClientFailed, Job, Result, Worker, claim
 from orchestrator.data import Split
 from orchestrator.experiment import Experiment
 
-START_S = 120.0  #: a pool with no live actor for this long gives up
+START_S = 900.0  #: a pool with no live actor for this long gives up; a new machine in a cloud takes minutes
 
 
 @ray.remote(max_restarts=0)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
 
 from orchestrator.driver import JOBS
 from orchestrator.experiment import Experiment, InputError
 
 Nodes = Sequence[Mapping[str, float]]  # the resources of each machine
+HEAD = "node:__internal_head__"  #: what only the head of a cluster has
+PLAN = Path("~/ray_bootstrap_config.yaml").expanduser()  #: where `ray up` leaves the cluster's description on its head
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,27 @@ class Share:
         driver = {f"node:{self.node}": 0.001, "GPU": self.driver_gpu}
         actor = {"CPU": self.cpu, "GPU": self.gpu}
         return [{k: v for k, v in bundle.items() if v} for bundle in (driver, *[actor] * self.actors)]
+
+
+def planned(path: Path = PLAN) -> tuple[int, list[dict[str, float]]]:
+    """Return how many workers a cluster is to have at least, and the resources of each that it may ever have."""
+    if not path.is_file():
+        return 0, []
+    plan = yaml.safe_load(path.read_text(encoding="utf-8"))
+    kinds = plan["available_node_types"].values()
+    # Machines of one's own say only once they are there what they have.
+    most = [kind["resources"] for kind in kinds if kind["resources"] for _ in range(kind["max_workers"])]
+    return sum(kind["min_workers"] for kind in kinds), most[: plan["max_workers"]]
+
+
+def with_those_to_come(alive: Nodes, planned: Nodes) -> Nodes:
+    """Return the machines that are there, and those that the cluster starts when they are asked for."""
+    to_come = list(planned)
+    for node in alive:
+        alike = (n for n in to_come if all(n.get(kind, 0.0) == node.get(kind, 0.0) for kind in ("CPU", "GPU")))
+        if HEAD not in node and (found := next(alike, None)) is not None:
+            to_come.remove(found)
+    return [*alive, *to_come]
 
 
 def concurrency(experiments: Sequence[Experiment], wanted: int | None, nodes: Nodes) -> int:

@@ -26,7 +26,7 @@ from orchestrator.folder import ENDED, create, scored
 from orchestrator.plan import plan
 from orchestrator.prefixes import Cache, Prefix, prefixes
 from orchestrator.preflight import Checked
-from orchestrator.resources import Share, concurrency, share
+from orchestrator.resources import HEAD, Nodes, Share, concurrency, planned, share, with_those_to_come
 from orchestrator.schedulers import SCHEDULERS
 from orchestrator.search import Feeder, Proposer, seeds
 from orchestrator.signals import interruptible, listen
@@ -38,6 +38,7 @@ from orchestrator.view import View
 from orchestrator.yaml_file import Open
 
 STARTS = 3  #: tries to start Ray
+MACHINES_S = 180.0  #: how long a sweep waits for the machines of a cluster that was launched just now
 
 
 def run_sweep(
@@ -59,7 +60,7 @@ def run_sweep(
     shared = None if options.no_share or search.scheduler[0] == "pbt" else Cache(folder.parent / ".prefixes")
     with _cluster(options, console):
         here = ray.util.get_node_ip_address()
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        nodes = _machines(here, console) if options.address else [node["Resources"] for node in ray.nodes()]
         wanted = examples if optuna else left
         at_a_time = concurrency([p.experiment for p in wanted], search.concurrent, nodes)
 
@@ -261,6 +262,20 @@ def _start(options: argparse.Namespace, folder: str, common: Mapping[str, Any], 
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
             console.print("Ray did not come up in time (is the machine very busy?); trying again", highlight=False)
+
+
+def _machines(here: str, console: Console) -> Nodes:
+    """Return what each machine of a cluster has: wait for all that it is to have, and count those that it may start."""
+    least, most = planned()
+    deadline = time.monotonic() + MACHINES_S
+    while True:
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if not any(HEAD in node and f"node:{here}" in node for node in alive):
+            return alive  # the plan found here is not this cluster's
+        if len(alive) > least or time.monotonic() > deadline:
+            return with_those_to_come(alive, most)
+        console.print(f"{len(alive)} of {1 + least} machines are there; waiting for the others", highlight=False)
+        time.sleep(10.0)
 
 
 def _machine() -> str:

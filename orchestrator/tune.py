@@ -47,11 +47,13 @@ def arguments() -> argparse.ArgumentParser:
         prog="python -m orchestrator.tune",
         description="Run a sweep or an experiment of personalized federated learning on Ray, tracked in MLflow.",
     )
-    parser.add_argument("file", nargs="?", type=Path, help="sweep or experiment (YAML); default: a small demonstration")
+    parser.add_argument(
+        "file", nargs="?", type=_path, help="sweep or experiment (YAML); default: a small demonstration"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="override a leaf; repeatable")
     parser.add_argument("--preset", help="a variant that the file describes, e.g. smoke")
     parser.add_argument("--name", help="name of the run's directory (default: the file's name)")
-    parser.add_argument("--out", type=Path, default=Path("runs"), help="where directories are made (default: runs)")
+    parser.add_argument("--out", type=_path, default=Path("runs"), help="where directories are made (default: runs)")
     parser.add_argument("--resume", action="store_true", help="continue what was interrupted")
     parser.add_argument("--extend", metavar="WHAT=N", help="continue a finished sweep: rounds=N or samples=N")
     parser.add_argument("--no-share", action="store_true", help="train what trials have in common in each of them")
@@ -64,6 +66,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="check everything, show what would run, start nothing")
     parser.add_argument("--quiet", action="store_true", help="print the result only")
     return parser
+
+
+def _path(text: str) -> Path:
+    """Read a path; a job's command line has been through no shell, so `~` is still in it."""
+    return Path(text).expanduser()
 
 
 def _amount(text: str) -> float:
