@@ -192,12 +192,35 @@ def _with(values: Mapping[str, str]) -> str:
 def trials(sweep: Sweep, seed: int = 0) -> list[Trial]:
     """Expand a sweep into its distinct experiments: for every draw of the random leaves the product of the grids."""
     found: dict[str, Trial] = {}
+    told = _told_apart(sweep)
     for i, variant in enumerate(sweep.variants()):
         for trial in _trials(variant, seed):
             params = {"case": i, **trial.params} if sweep.cases else trial.params
-            numbered = replace(trial, id=f"{len(found):04d}", params=params)
+            name = _short(trial.name + told[i])
+            numbered = replace(trial, id=f"{len(found):04d}", params=params, name=name)
             found.setdefault(trial.experiment.model_dump_json(), numbered)
     return list(found.values())
+
+
+def _told_apart(sweep: Sweep) -> list[str]:
+    """Return for each case what tells it from others that run the same algorithms."""
+    settings = [{path: _compact(leaf) for path, leaf in _plain_leaves(case, ())} for case in sweep.cases]
+    chains = ["+".join(next(iter(entry)) for entry in case.get("algorithm", [])) for case in sweep.cases]
+    told = []
+    for i, own in enumerate(settings):
+        others = [other for j, other in enumerate(settings) if j != i and chains[j] == chains[i]]
+        apart = {path: value for path, value in own.items() if any(o.get(path) != value for o in others)}
+        told.append("".join(f" {path[-1]}={value}" for path, value in apart.items()))
+    return told or [""]
+
+
+def _plain_leaves(node: Any, path: Keys) -> Iterator[tuple[Keys, Any]]:
+    """Yield what a part of an experiment says, leaves that are open left out: these are named by their values."""
+    if isinstance(node, dict | list):
+        for key, inner in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _plain_leaves(inner, (*path, key))
+    elif not isinstance(node, Open):
+        yield path, node
 
 
 def _trials(sweep: Sweep, seed: int) -> list[Trial]:
@@ -286,7 +309,10 @@ def _labels(paths: list[Keys]) -> dict[Keys, str]:
 def _name(experiment: Experiment, values: Mapping[str, Any]) -> str:
     words = ["+".join(name for name, _ in experiment.algorithm)]
     words += [f"{label}={_compact(value)}" for label, value in values.items()]
-    name = "".join(c if c.isprintable() else "?" for c in " ".join(words))
+    return _short("".join(c if c.isprintable() else "?" for c in " ".join(words)))
+
+
+def _short(name: str) -> str:
     return name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
 
 
