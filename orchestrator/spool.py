@@ -7,6 +7,7 @@ import math
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,14 @@ class SpooledTrial:
     nonfinite: int = 0
     steps: dict[str, int] = field(default_factory=dict)  # the last one of each metric
     pending: list[tuple[int, list[Point], dict[str, str]]] = field(default_factory=list)  # line number, points, tags
+
+    def readable(self) -> list[dict[str, Any]]:
+        """Return the lines that can be read."""
+        path, found = self.folder / "metrics.jsonl", list[dict[str, Any]]()
+        for raw in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+            with suppress(ValueError):
+                found.append(json.loads(raw))
+        return [line for line in found if isinstance(line, dict)]
 
     def read(self, sent: int) -> None:
         """Take in the complete lines that were added; the first `sent` of the file are delivered already."""

@@ -37,8 +37,8 @@ def reused(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """Say which rounds of a log were taken over from other trials."""
     found: dict[tuple[str, str], list[int]] = {}
     for line in lines:
-        if "reused" in line:
-            found.setdefault((line["phase"], line["reused"]), []).append(line["round"])
+        if "reused" in line and "round" in line:
+            found.setdefault((str(line.get("phase")), str(line["reused"])), []).append(line["round"])
     return [f"{phase}: rounds {rounds[0]} to {rounds[-1]} of {trial}" for (phase, trial), rounds in found.items()]
 
 

@@ -22,7 +22,7 @@ import yaml
 from filelock import FileLock
 
 from orchestrator.spool import Point, SpooledTrial, count_lines, parameters, read_json, valid_name, written_at
-from orchestrator.summary import history, reused
+from orchestrator.summary import reused
 
 POLL, SLOWEST = 0.5, 15.0  # seconds between two looks at the files; the longest pause after an error
 METRICS, ENTRIES = 800, 100  # in one request; MLflow's limits are 100 params, 100 tags, 1000 of everything
@@ -302,7 +302,7 @@ class Mirror:
         if any(trial.folder.glob("artifacts/*")):
             self._client.log_artifacts(run, str(trial.folder / "artifacts"))
         tags = {"orchestrator.stopped_early": "true"} if status == "STOPPED" else {}
-        if shared := reused(history(trial.folder)):
+        if shared := reused(trial.readable()):
             tags["reused"] = "; ".join(shared)
         if status == "FAILED" and error:
             tags[NOTE] = "\n".join(["```", *error.strip().splitlines()[-20:], "```"])
