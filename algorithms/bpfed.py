@@ -142,6 +142,10 @@ class BPFed(Algorithm):
         g = delta * (n / n.max()) ** self.smooth_power * others.any(1)
         return smoothed(g, others)
 
+    def view(self, server: State) -> tuple[Any, ...]:
+        """Clients predict with the shared extractor."""
+        return (server.model.body,)
+
     def personal(self, client: Client, *view: Any) -> Predictor:
         """Predict with {U_glo, V_k}."""
         return lambda x: client.logits(view[0] | client.state.V, x)
