@@ -46,8 +46,7 @@ class BPFed(Algorithm):
 
     def server_state(self, model: Params) -> dict[str, Any]:
         """Keep U_glo, in a model whose classifier nobody trains, and M_glo."""
-        linear(model, "BPFed")
-        return {"model": model, "M": None}
+        return {"model": model.replace(linear(model, "BPFed")), "M": None}  # refused where that is no linear layer
 
     def client_state(self, client: Client, model: Params) -> dict[str, Any]:
         """Give every client a classifier of its own, drawn as torch.nn.Linear does."""
