@@ -230,8 +230,10 @@ class RunDirectory:
             shutil.copytree(table, self.path / "artifacts" / table.name, dirs_exist_ok=True)
         self._link(source, unscored=last if scores_due else None)
 
-    def exchange(self, source: Path) -> None:
-        """Continue with the state of another run that has come as far; the log stays."""
+    def exchange(self, source: Path, whose: str) -> None:
+        """Continue with the state of another run; of its log only those rounds are taken over that are lacking here."""
+        for line in RunDirectory(source).lines():
+            self.log({"reused": whose, **line})
         self._link(source, unscored=None)
 
     def _link(self, source: Path, unscored: dict[str, Any] | None) -> None:

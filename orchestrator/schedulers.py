@@ -93,7 +93,6 @@ class Pbt:
             resample_probability=self.resample,
             custom_explore_fn=explore,
             require_attrs=False,
-            synch=True,
         )
 
 

@@ -160,7 +160,7 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         about = json.loads((Path(checkpoint_dir) / "trial.json").read_text(encoding="utf-8"))
         if about["trial"] != self.path.name:
             self.driver = None
-            RunDirectory(self.path).exchange(Path(about["snapshot"]))
+            RunDirectory(self.path).exchange(Path(about["snapshot"]), f"{self.folder.name}/{about['trial']}")
             note = {
                 "round": int(Path(about["snapshot"]).name),
                 "from": about["trial"],

@@ -101,7 +101,7 @@ experiment:
 @pytest.mark.parametrize(
     ("scheduler", "samples"),
     [
-        ("{pbt: {interval: 3, quantile: 0.5}}", 4),
+        pytest.param("{pbt: {interval: 3, quantile: 0.5}}", 4, marks=pytest.mark.slow),
         pytest.param("hyperband", 9, marks=pytest.mark.slow),  # as many as its widest bracket of nine rounds holds
         pytest.param("{median: {grace: 2, fewest: 2}}", 4, marks=pytest.mark.slow),
     ],
@@ -132,12 +132,13 @@ def test_schedulers_act_in_the_first_phase(tmp_path, scheduler, samples):
         assert any(t["status"] == "STOPPED" for t in found)
 
 
+@pytest.mark.slow
 def test_two_trials_share_a_gpu_until_time_is_up(tmp_path):
     """Logical GPUs: half of one for each trial's actor; the budget ends the sweep, and what is left can be resumed."""
     file, out = tmp_path / "gpu.yaml", tmp_path / "runs"
     file.write_text(
         """\
-search: {budget: 25s}
+search: {budget: 60s}
 experiment:
   data: {name: digits, clients: 6}
   rounds: !grid [3, 4, 100000]
