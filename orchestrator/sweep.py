@@ -267,15 +267,17 @@ def _start(options: argparse.Namespace, folder: str, common: Mapping[str, Any], 
 def _machines(here: str, console: Console) -> Nodes:
     """Return what each machine of a cluster has: wait for all that it is to have, and count those that it may start."""
     least, most = planned()
-    deadline = time.monotonic() + MACHINES_S
+    deadline, told = time.monotonic() + MACHINES_S, 0
     while True:
         alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         if not any(HEAD in node and f"node:{here}" in node for node in alive):
             return alive  # the plan found here is not this cluster's
         if len(alive) > least or time.monotonic() > deadline:
             return with_those_to_come(alive, most)
-        console.print(f"{len(alive)} of {1 + least} machines are there; waiting for the others", highlight=False)
-        time.sleep(10.0)
+        if len(alive) != told:
+            told = len(alive)
+            console.print(f"{told} of {1 + least} machines are there; waiting for the others", highlight=False)
+        time.sleep(1.0)
 
 
 def _machine() -> str:

@@ -1,14 +1,17 @@
 """The files that describe clusters: valid by Ray's own rules, closed to strangers, and made of pinned versions."""
 
 import re
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import tiny
 from ray.autoscaler._private.util import prepare_config, validate_config
+from rich.console import Console
 
 from cluster.local import EXAMPLE, text
+from orchestrator import sweep
 from orchestrator.experiment import InputError
 from orchestrator.resources import HEAD, planned, share, with_those_to_come
 
@@ -144,6 +147,9 @@ def test_a_sweep_counts_on_machines_that_are_still_to_come(tmp_path):
     there = GPU | {"node:1.2.3.4": 1.0, "memory": 1e9}
     assert with_those_to_come([HERE, there], most) == [HERE, there, *[GPU] * 3]
     assert with_those_to_come([HERE, *[there] * 5], most) == [HERE, *[there] * 5]
+    assert len(with_those_to_come([HERE | GPU], most)) == 5, "the head is not one of those that come on demand"
+    path.write_text(yaml.safe_dump(plan | {"max_workers": 3}))
+    assert planned(path) == (0, [GPU] * 3)
 
     wanted = tiny(cluster={"actors": 4, "gpu_per_actor": 1})
     with pytest.raises(InputError, match="the cluster has 0 CPU and 0 GPU on 1 machine"):
@@ -156,3 +162,19 @@ def test_of_machines_of_ones_own_only_the_number_is_known_before(tmp_path):
     path.write_text(yaml.safe_dump(launched(LOCAL)))
     assert planned(path) == (2, [])
     assert planned(tmp_path / "nothing") == (0, [])
+
+
+def test_a_sweep_waits_for_machines_that_are_starting_and_then_does_with_what_is_there(
+    ray_cluster, monkeypatch, capsys
+):
+    here = ray_cluster.util.get_node_ip_address()
+    (node,) = (node["Resources"] for node in ray_cluster.nodes())
+    monkeypatch.setattr(sweep, "planned", lambda: (0, [GPU]))
+    assert sweep._machines(here, Console()) == [node, GPU]
+    assert sweep._machines("192.0.2.99", Console()) == [node], "a plan that is found on another machine than the head"
+    monkeypatch.setattr(sweep, "planned", lambda: (2, []))
+    monkeypatch.setattr(sweep, "MACHINES_S", 2.5)
+    began = time.monotonic()
+    assert sweep._machines(here, Console()) == [node]
+    assert time.monotonic() - began > 2.5
+    assert capsys.readouterr().out == "1 of 3 machines are there; waiting for the others\n"

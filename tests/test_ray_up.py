@@ -63,6 +63,16 @@ def done(process, seconds=300):
     return out
 
 
+def insist(start):
+    """Run a command that starts Ray; on a busy machine Ray may take longer than it allows itself."""
+    for _ in range(3):
+        process = start()
+        out, _ = process.communicate(timeout=400)
+        if process.returncode == 0:
+            return
+    pytest.fail(out)
+
+
 def rounds(trial):
     log = trial / "metrics.jsonl"
     return len(log.read_text().splitlines()) if log.exists() else 0
@@ -98,7 +108,7 @@ def on_three(machines, tmp_path):
     (tmp_path / "small.yaml").write_text(SWEEP)
 
     done(laptop("ray", "get-auth-token", "--generate"))
-    done(laptop("ray", "up", "--yes", "--no-config-cache", file))
+    insist(lambda: laptop("ray", "up", "--yes", "--no-config-cache", file))
     done(laptop("ray", "rsync-up", file, str(tmp_path / "small.yaml"), "~/small.yaml"))
     tunnel = laptop("ray", "dashboard", file)
     jobs = "http://127.0.0.1:8265"
@@ -137,9 +147,8 @@ def on_three(machines, tmp_path):
 
 PLAN = {
     "cluster_name": "elastic",
-    "max_workers": 2,
+    "max_workers": 1,
     "idle_timeout_minutes": 5,
-    "upscaling_speed": 10.0,
     "provider": {
         "type": "external",  # the wheel lacks what the name `fake_multinode` needs
         "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
@@ -151,7 +160,7 @@ PLAN = {
     },
     "available_node_types": {
         "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "min_workers": 0, "max_workers": 0},
-        "gpu": {"resources": {"CPU": 1, "GPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": 2},
+        "gpu": {"resources": {"CPU": 2, "GPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": 1},
     },
     "head_node_type": "ray.head.default",
     "auth": {},
@@ -169,24 +178,24 @@ def test_machines_with_gpus_come_from_nothing(tmp_path):
         home = tmp_path / "head" / "home"
         (home / "ray_bootstrap_config.yaml").write_text(json.dumps(PLAN))
         sweep = yaml.safe_load(SWEEP.replace("!grid [0, 1]", "0").replace("rounds: 30", "rounds: 4"))
-        sweep["experiment"]["cluster"]["gpu_per_actor"] = 1
+        sweep["experiment"]["cluster"]["gpu_per_actor"] = 0.5
         (home / "small.yaml").write_text(yaml.safe_dump(sweep))
         elastic = {
             "PATH": f"{sys.prefix}/bin:$PATH",
             "PYTHONPATH": str(hosts.ROOT),
             "RAY_OVERRIDE_RESOURCES": "",
             "RAY_enable_autoscaler_v2": "1",
-            "AUTOSCALER_UPDATE_INTERVAL_S": "1",
             "RAY_FAKE_CLUSTER": "1",
             "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
             "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
             "RAY_NODE_TYPE_NAME": "ray.head.default",
         }
         exports = " ".join(f'{name}="{value}"' for name, value in elastic.items())
-        start = "ray start --head --num-cpus=0 --autoscaling-config=$HOME/ray_bootstrap_config.yaml"
-        done(machines.shell("head", f"export {exports}; {start}"))
+        start = "ray stop --force; ray start --head --num-cpus=0 --include-dashboard=false --disable-usage-stats"
+        plan = "--autoscaling-config=$HOME/ray_bootstrap_config.yaml"
+        insist(lambda: machines.shell("head", f"export {exports}; {start} {plan}"))
         tune = "python -m orchestrator.tune ~/small.yaml --address auto --out ~/runs"
-        out = done(machines.shell("head", f"export PATH={elastic['PATH']} PYTHONPATH={hosts.ROOT}; {tune}"), 1800)
+        out = done(machines.shell("head", f"export PATH={elastic['PATH']} PYTHONPATH={hosts.ROOT}; {tune}"), 900)
         assert "0 CPU, 0 GPU, 1 machine(s)" in out
         folder = home / "runs" / "small"
         summary = json.loads((folder / "summary.json").read_text())
