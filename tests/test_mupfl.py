@@ -313,7 +313,7 @@ def test_features_come_to_look_like_the_clients():
 
 def test_needs_a_linear_classifier():
     experts = {"name": "resnet32", "experts": 2}
-    with pytest.raises(ValueError, match=r"federated features need a classifier of head\.weight and head\.bias"):
+    with pytest.raises(ValueError, match=r"class gradients need a classifier of head\.weight and head\.bias"):
         only("pkcf", model=experts)
     assert only("bavd", "acmu", model=experts).server.model
 
