@@ -145,8 +145,9 @@ def test_clients_priors_do_not_count_the_servers_images(monkeypatch):
 
 def test_it_keeps_no_clients_memory(monkeypatch):
     monkeypatch.setattr(FedAvg, "client_state", lambda self, client, model: {"seen": 0})
-    run, _ = asking(monkeypatch, lambda self, client, w: client.n)
+    run, answers = asking(monkeypatch, lambda self, client, w: len(client.state.fields()))
     run.advance()
+    assert answers == [[0, 0]]
     assert sorted(run.memory) == run._draw(run.plan[0])
 
 
