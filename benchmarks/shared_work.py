@@ -1,7 +1,7 @@
 """What sixteen values of a hyperparameter that only touches predictions cost: `python benchmarks/shared_work.py`.
 
-A sweep of ECL's weight of the experts against one run of ECL (Fashion-MNIST-LT, 50 clients, 20 rounds of FedAvg before),
-each from the command to its end, in directories of their own.
+A sweep of ECL's weight of the experts against one run of ECL (Fashion-MNIST-LT, 50 clients, 20 rounds of FedAvg
+before), each from the command to its end, in directories of their own.
 """
 
 import json

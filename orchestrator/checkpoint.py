@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import os
@@ -229,6 +230,17 @@ class RunDirectory:
         for table in (source / "artifacts").glob("[0-9]*-*"):
             shutil.copytree(table, self.path / "artifacts" / table.name, dirs_exist_ok=True)
         self._link(source, unscored=last if scores_due else None)
+
+    def write_tables(self, title: str, tables: Mapping[str, list[dict[str, Any]]]) -> None:
+        """Write the results of a phase per class and per client."""
+        folder = self.path / "artifacts" / title
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, rows in tables.items():
+            if rows:
+                with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+                    writer = csv.DictWriter(file, list(rows[0]))
+                    writer.writeheader()
+                    writer.writerows(rows)
 
     def exchange(self, source: Path, whose: str) -> None:
         """Continue with the state of another run; of its log only those rounds are taken over that are lacking here."""

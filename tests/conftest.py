@@ -30,11 +30,11 @@ def tiny(**changes: object) -> Experiment:
     return Experiment.model_validate(base | changes)
 
 
-def driver(experiment: Experiment, directory: Path | None = None) -> Driver:
+def driver(experiment: Experiment, directory: Path | None = None, **more: object) -> Driver:
     """Return a driver that works in this process."""
     dataset = digits()
     parts = split_for(experiment, dataset)
-    return Driver(experiment, dataset, parts, InProcess(Worker(experiment, dataset, parts)), directory)
+    return Driver(experiment, dataset, parts, InProcess(Worker(experiment, dataset, parts)), directory, **more)
 
 
 def finish(run: Driver) -> Driver:
