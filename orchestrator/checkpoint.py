@@ -63,6 +63,22 @@ def decode(value: Any, store: Mapping[str, Tensor]) -> Any:
     return {decode(k, store): decode(v, store) for k, v in value["$dict"]}
 
 
+def pack(value: Any) -> bytes:
+    """Return a value as the bytes of a safetensors file."""
+    store: dict[str, Tensor] = {}
+    tree = json.dumps(encode(value, store))
+    return bytes(save_tensors(store, {"schema": str(SCHEMA), "tree": tree}))
+
+
+def unpack(content: bytes, path: Path) -> Any:
+    """Return what `pack` was given; no code in it is run."""
+    try:
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        return decode(json.loads(header["__metadata__"]["tree"]), load_tensors(content))
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} is not a file of ours: {error}") from None
+
+
 def fingerprint(*values: Any) -> str:
     """Return a sha256 of values that is the same wherever the same bits were computed."""
     digest = hashlib.sha256()
@@ -263,9 +279,7 @@ class RunDirectory:
         self._packs = []
 
     def _put(self, name: str, value: Any) -> None:
-        store: dict[str, Tensor] = {}
-        tree = json.dumps(encode(value, store))
-        content = save_tensors(store, {"schema": str(SCHEMA), "tree": tree})
+        content = pack(value)
         write(self.checkpoints / name, content)
         self._hashes[name] = hashlib.sha256(content).hexdigest()
 
@@ -276,8 +290,4 @@ class RunDirectory:
         content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != self._hashes.get(name):
             raise CheckpointError(f"{path} is damaged: its sha256 differs; remove the trial's directory to run it anew")
-        try:
-            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-            return decode(json.loads(header["__metadata__"]["tree"]), load_tensors(content))
-        except (SafetensorError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{path} is not a checkpoint of ours: {error}") from None
+        return unpack(content, path)

@@ -23,6 +23,7 @@ from orchestrator.driver import Driver, data_key, split_for
 from orchestrator.experiment import Experiment, dump, read, read_back
 from orchestrator.prefixes import Cache, prefixes
 from orchestrator.resources import Share
+from orchestrator.saved import save
 from orchestrator.space import fill
 
 MOST_ALIKE = 64  #: settings that are scored in one go
@@ -94,6 +95,7 @@ class Trial(tune.Trainable):  # type: ignore[misc]
             if not driver.done and driver.plan[driver.round].number == first and "time/evaluate" in line["metrics"]:
                 break
         if driver.done and self.pool is not None:
+            save(driver, self.path / "artifacts" / "models")
             facts = {"restarts": self.pool.restarts, "actors": self.pool.places()}
             set_status(self.path, "FINISHED", fingerprint=driver.fingerprint(), **facts)
             self._release()
