@@ -258,6 +258,13 @@ class RunDirectory:
                     writer.writeheader()
                     writer.writerows(rows)
 
+    def write_portraits(self, title: str, portraits: Mapping[str, Any]) -> None:
+        """Write the pictures that a method gives of itself, as data."""
+        folder = self.path / "artifacts" / title / "portraits"
+        for name, picture in portraits.items():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / f"{name}.json", picture)
+
     def exchange(self, source: Path, whose: str) -> None:
         """Continue with the state of another run; of its log only those rounds are taken over that are lacking here."""
         for line in RunDirectory(source).lines():

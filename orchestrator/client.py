@@ -38,7 +38,7 @@ CALL, MEMORY, SAMPLING, SERVER = range(4)
 class Job:
     """A client method to run on some clients: all that a worker needs to know besides the shared values."""
 
-    task: str  #: "run" a client method, "predict" with the generic model, or "count" hits
+    task: str  #: "run" a client method, "predict" with the generic model, "count" hits, or take "moments"
     part: int  #: which algorithm of the chain
     method: str
     ids: tuple[int, ...]
@@ -398,6 +398,7 @@ class Worker:
             "run": self._run,
             "predict": partial(evaluate.predict, self),
             "count": partial(evaluate.count, self),
+            "moments": partial(evaluate.moments, self),
         }
         tasks[job.task](job, place(shared, self.device), place(origin, self.device), result)
         return result

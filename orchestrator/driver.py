@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from algorithms.base import Algorithm, State, Sum
+from algorithms.base import Algorithm, Model, State, Sum
 from algorithms.losses import Loss
 from algorithms.params import Params
+from algorithms.portraits import Sitting, portraits
 from orchestrator.checkpoint import CheckpointError, RunDirectory, fingerprint
 from orchestrator.client import CPU, SAMPLING, SERVER, Job, Result, Worker, network, own, place, size, stream
 from orchestrator.data import Dataset, Split, split
@@ -216,9 +218,11 @@ class Driver:
             if turn.last and self.directory:
                 self.directory.write_tables(turn.title, scores.tables())
             self.scored_too = {
-                key: {"metrics": other.metrics(), "tables": other.tables()}
-                for key, other in zip(also, others, strict=False)
+                key: {"metrics": o.metrics(), "tables": o.tables(), "portraits": self._portraits(also[key])}
+                for key, o in zip(also, others, strict=False)
             }
+        if self.directory and (self.done or self.plan[self.round].part != turn.part):
+            self.directory.write_portraits(turn.title, self._portraits(self.parts[self.part]))
         metrics["time/checkpoint"] = self._write_s
         metrics["time/round"] = metrics["time/train"] + metrics.get("time/evaluate", 0.0)
         line["time"] = time.time()
@@ -332,6 +336,29 @@ class Driver:
             )
             for i in range(1 + len(also))
         ]
+
+    def _portraits(self, algorithm: Algorithm) -> dict[str, Any]:
+        """Return the pictures that belong to the method that is done; a run never fails for want of one."""
+        sitting = Sitting(
+            self.server,
+            {id: State(fields) for id, fields in self.memory.items()},
+            self.origin,
+            torch.from_numpy(self.split.counts),
+            self._moments,
+        )
+        try:
+            return {name: picture.to_json() for name, picture in portraits(algorithm, sitting).items()}
+        except Exception:
+            return {"error": traceback.format_exc()}
+
+    def _moments(self, w: Model) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean and variance of every class's features [classes, d] under a body; NaN for a class nobody has."""
+        jobs = [Job("moments", self.part, "", part) for part in cut(self.selectable)]
+        results = self.engine.run(jobs, self.engine.put((place(w, CPU),)), self._origin)
+        total = sum(value for result in results for value in result.values.values())
+        n, first, second = total.split([1, *[(total.shape[1] - 1) // 2] * 2], dim=1)  # type: ignore[union-attr]
+        mean = first / n
+        return mean, (second / n - mean**2).clamp_min(0)
 
     # What must not be lost -----------------------------------------------------------------------------------------
 

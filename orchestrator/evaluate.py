@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from orchestrator.data import Split
@@ -109,6 +110,15 @@ def count(worker: Worker, job: Job, view: tuple[Any, ...], origin: Params, resul
                     model = own or worker.parts[job.part].generic(client, *view[1:])
                     if model is not None:
                         hits[HELD_OUT] += torch.bincount(y[model(x).argmax(1) == y].cpu(), minlength=classes)
+
+
+def moments(worker: Worker, job: Job, view: tuple[Any, ...], origin: Params, result: Result) -> None:
+    """Return each client's sums over its training images, by class: ones, features, squared features."""
+    (w,) = view
+    for id in job.ids:
+        client = worker.client(id, job.part, {id: {}}, origin, 0)
+        h, own = client.embed(w).double(), F.one_hot(client.y, worker.counts.shape[1]).double().T
+        result.values[id] = torch.cat([own.sum(1, keepdim=True), own @ h, own @ h**2], dim=1).cpu()
 
 
 # On the driver -------------------------------------------------------------------------------------------------------

@@ -131,6 +131,7 @@ class Cache:
                 run.take_over(source, lines, last, scores_due=stale and not missing and scored is None)
                 if scored:
                     run.write_tables(prefix.title, scored["tables"])
+                    run.write_portraits(prefix.title, scored["portraits"])
                 (source / "entry.json").touch()
                 return True
         return False
