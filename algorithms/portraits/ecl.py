@@ -14,6 +14,7 @@ def portraits(algorithm: ECL, sitting: Sitting) -> dict[str, Picture]:
     clients = {k: own for k, own in sorted(sitting.clients.items()) if own.experts}
     if not clients:
         return {}
+    order = sitting.counts.sum(0).argsort(descending=True, stable=True)
     owners = torch.stack([own.owner for own in clients.values()]).double()
     scales = {
         k: [float(algorithm.scale(classifier(v), classifier(own.head)).mean()) for v in own.experts]
@@ -26,10 +27,8 @@ def portraits(algorithm: ECL, sitting: Sitting) -> dict[str, Picture]:
             x="class, the most frequent one first",
             y="client",
             rows=list(map(str, clients)),
-            columns=list(map(str, sitting.counts.sum(0).argsort(descending=True, stable=True).tolist())),
-            values=owners.masked_fill(owners < 0, torch.nan)[
-                :, sitting.counts.sum(0).argsort(descending=True, stable=True)
-            ],
+            columns=list(map(str, order.tolist())),
+            values=owners.masked_fill(owners < 0, torch.nan)[:, order],
             colour="expert (0 has the client's largest classes); empty: no samples",
         ),
         "scales": Lines(

@@ -16,7 +16,7 @@ def portraits(algorithm: FedLoGe, sitting: Sitting) -> dict[str, Picture]:
     fixed, psi, model = sitting.server.fixed[W], sitting.server.psi[W], sitting.server.model
     order = sitting.counts.sum(0).argsort(descending=True, stable=True)
     names, unit = list(map(str, order.tolist())), F.normalize(fixed[order])
-    features = {}
+    features: dict[str, Tensor] = {}
     for when, body in (("before", sitting.origin), ("after", model)):
         mean, variance = by_rank(*sitting.moments(body))
         features |= {f"mean, {when} training": mean, f"variance, {when} training": variance}
