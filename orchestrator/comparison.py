@@ -1,4 +1,4 @@
-"""Comparing configurations: ranks under all metrics, paired tests, rounds to a target, and who may be compared at all."""
+"""Comparing configurations: paired tests, ranks under all metrics, rounds to a target, and who may be compared."""
 
 from __future__ import annotations
 
@@ -125,24 +125,25 @@ class Leaderboard:
     places: Sequence[Place]
 
 
-def conditions(configuration: Configuration) -> tuple[str, ...]:
-    """Return what must be the same for a fair comparison, in words: data, rounds, clients per round, seeds, splits."""
+def conditions(configuration: Configuration) -> tuple[tuple[str, str, str], ...]:
+    """Return what must be the same for a fair comparison: of each finished run its seed, its split and its settings."""
     runs = [t["run"] for t in configuration.trials if t["status"] == "FINISHED"]
-    return tuple(sorted(map(_conditions, runs)))
+    return tuple(sorted((str(run.seed), str(run.split), _settings(run)) for run in runs))
 
 
-def _conditions(run: Run) -> str:
+def _settings(run: Run) -> str:
     e = run.experiment
     data = e.get("data")
     name = data.get("name") if isinstance(data, dict) else None
     per_round = e.get("clients_per_round") or "all"
-    return f"{name or 'unknown data'}, {e.get('rounds', '?')} rounds, {per_round} clients a round|{run.seed}|{run.split}"
+    return f"{name or 'unknown data'}, {e.get('rounds', '?')} rounds, {per_round} clients a round"
 
 
-def _in_words(key: tuple[str, ...]) -> str:
-    settings, _, splits = zip(*(text.split("|") for text in key), strict=True)
-    seeds = ", ".join(text.split("|")[1] for text in key)
-    return f"{'; '.join(sorted(set(settings)))}, seed {seeds}, split {', '.join(s.split(':')[-1][:8] for s in splits)}"
+def in_words(key: Sequence[tuple[str, str, str]]) -> str:
+    """Say what the runs of a leaderboard have in common."""
+    seeds, splits, settings = zip(*key, strict=True)
+    short = ", ".join(dict.fromkeys(split.split(":")[-1][:8] for split in splits))
+    return f"{'; '.join(dict.fromkeys(settings))}; seed {', '.join(seeds)}; split {short}"
 
 
 def leaderboards(configurations: Sequence[Configuration], metrics: Sequence[str] = METRICS) -> list[Leaderboard]:
@@ -162,7 +163,7 @@ def leaderboards(configurations: Sequence[Configuration], metrics: Sequence[str]
                 ranks[name][metric] = better + (equal + 1) / 2  # those that are equal share their ranks
         places = [Place(c, r := ranks[c.name], mean(r[m] for m in counted) if counted else None) for c in members]
         places.sort(key=lambda p: p.mean_rank or 0.0)
-        boards.append(Leaderboard(_in_words(key), shown, counted, places))
+        boards.append(Leaderboard(in_words(key), shown, counted, places))
     return sorted(boards, key=lambda b: -len(b.places))
 
 

@@ -61,15 +61,13 @@ class Notes(list[str]):
         return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     """One trial's directory."""
 
     path: Path
     about: Mapping[str, Any] = field(default_factory=dict)
-    status: str = "UNKNOWN"
-    error: str | None = None
-    fingerprint: str | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
     experiment: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     lines: Sequence[Mapping[str, Any]] = ()
@@ -88,6 +86,21 @@ class Run:
     def name(self) -> str:
         """What the trial is called."""
         return str(self.about.get("name", self.path.name))
+
+    @property
+    def status(self) -> str:
+        """How it ended, or where it is."""
+        return str(self.state.get("status", "UNKNOWN"))
+
+    @property
+    def ended(self) -> bool:
+        """Whether its results count."""
+        return self.status in ("FINISHED", "STOPPED")
+
+    @property
+    def error(self) -> str | None:
+        """Why it failed."""
+        return None if self.state.get("error") is None else str(self.state["error"])
 
     @property
     def seed(self) -> int | None:
@@ -128,7 +141,7 @@ class Run:
             "best": best,
             "best_at": best_at,
             "seconds": own,
-            "fingerprint": self.fingerprint,
+            "fingerprint": self.state.get("fingerprint"),
             "reused": reused(self.lines),
             "run": self,
         }
@@ -142,20 +155,18 @@ def is_run(path: Path) -> bool:
 def read_run(path: Path) -> Run:
     """Read a trial's directory."""
     notes = Notes()
-    about, experiment, status = notes.json(path / "trial.json"), notes.yaml(path / "experiment.yaml"), {}
-    status = notes.json(path / "status.json") if (path / "status.json").exists() else {"status": "WAITING"}
-    word = str(status.get("status", "UNKNOWN"))
-    error = status.get("error")
+    about, experiment = notes.json(path / "trial.json"), notes.yaml(path / "experiment.yaml")
+    begun = (path / "status.json").exists() or (path / "metrics.jsonl").exists()
     run = Run(
-        path, about, word, None if error is None else str(error), status.get("fingerprint"), experiment, notes=notes
+        path, about, notes.json(path / "status.json") if begun else {"status": "WAITING"}, experiment, notes=notes
     )
-    if word == "WAITING" and not (path / "metrics.jsonl").exists():
+    if not begun:
         notes.append("it has not begun")
         return run
     lines = _log(path / "metrics.jsonl", notes)
-    if word not in ("FINISHED", "STOPPED"):
-        at = f"shown is what it had after round {lines[-1]['round']}" if lines else "it has no results"
-        notes.append(f"it has not ended well (status {word}); {at}")
+    if not run.ended:
+        at = f"its pictures show what it had after round {lines[-1]['round']}" if lines else "it has no results"
+        notes.append(f"it has not ended (status {run.status}) and is not ranked; {at}")
     artifacts = path / "artifacts"
     per_class, per_client = _tables(artifacts, notes)
     return replace(
@@ -244,7 +255,7 @@ class Source:
     metric: str | None = None
     mode: str = "max"
     text: str = ""  #: sweep.yaml, or the run's experiment.yaml
-    environment: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)  #: versions, as the sweep wrote them down
     notes: Notes = field(default_factory=Notes)
 
     @property
@@ -312,4 +323,4 @@ def _where(configuration: Configuration) -> str:
 
 def runs_of(configuration: Configuration) -> list[Run]:
     """Return the runs of a configuration that have ended, one for each seed."""
-    return [t["run"] for t in configuration.trials if t["status"] in ("FINISHED", "STOPPED")]
+    return [t["run"] for t in configuration.trials if t["run"].ended]

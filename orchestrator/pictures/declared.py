@@ -36,8 +36,7 @@ def numbers(values: Any) -> Any:
 def draw_declared(picture: Picture) -> Figure:
     """Draw what an algorithm gives of itself."""
     draw = {"Heatmap": _heatmap, "Lines": _lines, "Bars": _bars, "Points": _points}[type(picture).__name__]
-    high = 3.6 if draw is _heatmap else 3.0
-    figure, axes = canvas(high)
+    figure, axes = canvas(3.4 if draw is _heatmap else 2.6)
     name(axes, picture.title, picture.x, picture.y)
     draw(axes, picture)  # type: ignore[operator]
     if len(getattr(picture, "series", ())) > 1:
@@ -76,11 +75,11 @@ def _lines(axes: Axes, picture: Lines) -> None:
         whole_numbers(axes)
 
 
-def bars(axes: Axes, groups: Any, series: Any, errors: Any = None) -> None:
+def bars(axes: Axes, groups: Any, series: Any, errors: Any = None, looks: Any = None) -> None:
     """Draw bars side by side in each group."""
     width = 0.8 / max(1, len(series))
     for i, (label, values) in enumerate(series.items()):
-        own = look(i)
+        own = look(i if looks is None else looks[label])
         at = np.arange(len(groups)) + (i - (len(series) - 1) / 2) * width
         axes.bar(
             at, numbers(values), width, color=own.colour, hatch=own.hatch, edgecolor="white", linewidth=0.4,

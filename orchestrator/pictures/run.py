@@ -34,6 +34,7 @@ ACCURACIES = {
     "personal/acc_dist": "personal (own label mix)",
     "personal/acc_owned": "personal (owned classes alike)",
 }
+GENERIC, PERSONAL = "generic", "personal, mean over its owners"  #: the two accuracies of a class
 SHOTS = "many", "medium", "few", "head", "middle", "tail"
 EACH = 60  #: so many clients are shown one by one, more are sorted into a curve
 
@@ -80,8 +81,8 @@ def _pictures(run: Run, reference: Run | None) -> Iterator[Drawn]:
         yield Drawn("clients", caption, clients(run, reference))
     if figure := shots(run):
         caption = (
-            "Accuracy by class size at the end: many, medium, few are classes of more than 100, 20 to 100, fewer than 20 "
-            "samples; head, middle, tail hold the first 75 %, the next 20 % and the last 5 % of all samples."
+            "Accuracy by class size at the end: many, medium, few are classes of more than 100, 20 to 100, fewer than "
+            "20 samples; head, middle, tail hold the first 75 %, the next 20 % and the last 5 % of all samples."
         )
         yield Drawn("shots", caption, figure)
     if run.counts is not None:
@@ -135,7 +136,7 @@ def labels(counts: Any) -> Figure:
 
 def long_tail(counts: Any) -> Figure:
     """Draw the sorted class sizes (the long-tail curve)."""
-    figure, axes = canvas(2.6)
+    figure, axes = canvas(2.4)
     totals = counts.sum(0)
     order = np.argsort(-totals, kind="stable")
     sizes = totals[order]
@@ -184,7 +185,7 @@ def over_rounds(run: Run) -> Figure:
     if len(ends) > 1:
         axes.set_title("Accuracy over rounds: " + plain(", then ".join(phase for _, phase in ends), 50))
     whole_numbers(axes)
-    legend(axes, 2)
+    legend(axes)
     return figure
 
 
@@ -211,8 +212,7 @@ def classes(run: Run) -> Figure:
     ids = column(run.per_class, "class")[order]
     name(axes, "Accuracy of each class", "class, largest first", "accuracy (%)")
     _sizes_behind(axes, column(run.per_class, "train")[order])
-    shown = {"generic_acc": ("generic", 0), "personal_acc_owned": ("personal, mean over its owners", 2)}
-    for key, (label, i) in shown.items():
+    for key, label, i in (("generic_acc", GENERIC, 0), ("personal_acc_owned", PERSONAL, 2)):
         values = 100 * column(run.per_class, key)[order]
         if np.isfinite(values).any():
             own = look(i)
@@ -228,10 +228,10 @@ def class_gap(run: Run, reference: Run) -> Figure | None:
     other = {row.get("class"): row for row in reference.per_class}
     rows = [row for row in run.per_class if row.get("class") in other]
     gaps = {}
-    for key, label in (("generic_acc", "generic"), ("personal_acc_owned", "personal, mean over its owners")):
+    for key, label in (("generic_acc", GENERIC), ("personal_acc_owned", PERSONAL)):
         there = numbers([other[row["class"]].get(key) for row in rows])
         gap = 100 * (column(rows, key) - there)
-        if np.isfinite(gap).any():
+        if np.nan_to_num(gap).any():
             gaps[label] = gap
     if not gaps:
         return None
@@ -241,7 +241,7 @@ def class_gap(run: Run, reference: Run) -> Figure | None:
     name(axes, title, "class, largest first", "gain (percentage points)")
     _sizes_behind(axes, column(rows, "train")[order])
     ids = [f"{i:g}" for i in column(rows, "class")[order]]
-    bars(axes, ids, {label: gap[order] for label, gap in gaps.items()})
+    bars(axes, ids, {label: gap[order] for label, gap in gaps.items()}, looks={GENERIC: 0, PERSONAL: 2})
     axes.axhline(0, color="#444444", linewidth=0.9)
     legend(axes)
     return figure
@@ -281,7 +281,7 @@ def draw_clients(axes: Axes, ids: Any, series: dict[str, Any]) -> None:
     axes.set_ylim(-3, 103)
     if one_by_one:
         name_ticks(axes, "x", [f"{i:g}" for i in ids])
-    legend(axes, 2)
+    legend(axes)
 
 
 def shots(run: Run) -> Figure | None:
@@ -301,5 +301,5 @@ def shots(run: Run) -> Figure | None:
     bars(axes, SHOTS, series)
     axes.axvline(2.5, color="#888888", linewidth=0.9)
     axes.set_ylim(0, 103)
-    legend(axes, 2)
+    legend(axes)
     return figure

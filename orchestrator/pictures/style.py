@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 INK, FAINT, GRID = "#222222", "#d5dce4", "#e6e6e6"
 WIDTH = 5.2  #: inches: a little more than a column, and readable on a telephone
@@ -32,15 +33,15 @@ class Look(NamedTuple):
 LOOKS = (
     Look("#0072B2", "o", "-", ""),
     Look("#D55E00", "s", "--", "///"),
-    Look("#009E73", "^", "-.", "..."),
-    Look("#CC79A7", "D", ":", "xxx"),
-    Look("#E69F00", "v", (0, (5, 1)), "\\\\\\"),
-    Look("#56B4E9", "P", (0, (3, 1, 1, 1)), "++"),
-    Look("#000000", "X", (0, (1, 1)), "oo"),
-    Look("#999999", "*", (0, (7, 2)), "--"),
+    Look("#009E73", "^", "-.", "---"),
+    Look("#CC79A7", "D", ":", "\\\\\\"),
+    Look("#E69F00", "v", (0, (5, 1)), "xxx"),
+    Look("#56B4E9", "P", (0, (3, 1, 1, 1)), "|||"),
+    Look("#000000", "X", (0, (1, 1)), "+++"),
+    Look("#999999", "*", (0, (7, 2)), "//|"),
 )
 
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "text.parse_math": False,
     "font.family": ["DejaVu Sans", "Verdana", "sans-serif"],  # text stays text; where the first lacks, as wide a one
     "font.size": 9,
@@ -91,7 +92,7 @@ def styled(function: Callable[P, R]) -> Callable[P, R]:
     return inside
 
 
-def canvas(height: float = 2.9, width: float = WIDTH) -> tuple[Figure, Axes]:
+def canvas(height: float = 2.6, width: float = WIDTH) -> tuple[Figure, Axes]:
     """Return an empty figure with one pair of axes."""
     from matplotlib.figure import Figure
 
@@ -120,11 +121,16 @@ def name(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_ylabel(plain(y))
 
 
-def legend(axes: Axes, columns: int = 3) -> None:
-    """Put the legend under the axes, where it hides nothing."""
+def legend(axes: Axes) -> None:
+    """Put the legend under the axes, where it hides nothing, and make the figure higher by it."""
     handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        axes.get_figure().legend(handles, labels, loc="outside lower center", ncols=columns)  # type: ignore[union-attr]
+    if not handles:
+        return
+    longest = max(map(len, labels))
+    columns = min(len(labels), 1 if longest > 36 else 2 if longest > 20 else 3)
+    figure: Any = axes.get_figure()
+    figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(labels) // columns))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
 def whole_numbers(axes: Axes, which: str = "x") -> None:
@@ -151,6 +157,6 @@ def name_ticks(axes: Axes, which: str, names: Sequence[object], most: int = 25) 
     step = max(1, -(-len(names) // most))
     at = range(0, len(names), step)
     labels = [plain(names[i], 24) for i in at]
-    long = which == "x" and sum(map(len, labels)) > 60
+    long = which == "x" and sum(map(len, labels)) > 66
     turned: dict[str, Any] = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if long else {}
     getattr(axes, f"set_{which}ticks")(list(at), labels, **turned)
