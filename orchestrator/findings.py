@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator.comparison import Leaderboard, Paired, holm, ranking, signed_rank, t_test, targets
 from orchestrator.runs import NothingHere, Run, Source, compared, read_source
-from orchestrator.summary import HEADLINE, Configuration
+from orchestrator.summary import HEADLINE, Configuration, lower_is_better
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,11 @@ def p_value(test: Paired | None) -> str:
 
 def ranking_rows(report: Report) -> list[dict[str, Any]]:
     """Return the lines of the ranking."""
+    if not report.configurations:
+        return []
     tests = significance(report)
-    best = {m: ranking(report.configurations, m)[0].name for m in HEADLINE if report.configurations}
+    shown = headline(report)
+    best = {m: ranking(report.configurations, m, "min" if lower_is_better(m) else "max")[0].show(m) for m in shown}
     rows = []
     for number, c in enumerate(report.configurations, 1):
         states = Counter(t["status"] for t in c.trials)
@@ -110,7 +113,7 @@ def ranking_rows(report: Report) -> list[dict[str, Any]]:
                 "rank": number if c.values(report.metric) else "",
                 "name": c.name,
                 "status": ", ".join(f"{n} {status}" for status, n in states.items()),
-                "values": [(c.show(m), best[m] == c.name and bool(c.values(m))) for m in headline(report)],
+                "values": [(c.show(m), c.show(m) == best[m] != "-") for m in shown],
                 "by_seed": p_value(by_seed),
                 "by_client": p_value(by_client),
                 "seconds": f"{sum(t['seconds'] for t in c.trials):.1f}",

@@ -108,7 +108,7 @@ def pictures(
         order = sorted(range(len(opened)), key=lambda i: -shares[i])  # type: ignore[index]
         opened = [opened[i] for i in order]
     others = (
-        " Each point is a configuration; the line is the mean over all that share a value." if len(opened) > 1 else ""
+        " Each point is a configuration; a line is the mean over those that share a value." if len(opened) > 1 else ""
     )
     yield Drawn("one", f"{metric} over each open hyperparameter.{others}", over_one(opened[:PANELS], scores, axis))
     if len(opened) > 1:
@@ -134,15 +134,15 @@ def bars_of(opened: Sequence[Knob], shares: Sequence[float]) -> Figure:
     return figure
 
 
-def _points(axes: Axes, knob: Knob, scores: Any) -> None:
-    """Draw the scores over one hyperparameter, and the mean for each value where values come again."""
+def _points(axes: Axes, knob: Knob, scores: Any, alone: bool) -> None:
+    """Draw the scores over one hyperparameter, and a line of means where values come again or it is alone."""
     own = look(0)
     places = knob.places
     few = len(knob.names) <= DISCRETE
-    as_numbers = knob.numeric and not (few and knob.axis.min() <= 0 and np.ptp(knob.even) == np.ptp(knob.axis))
+    as_numbers = knob.numeric and not (few and knob.axis.min() <= 0)  # 0, 0.01, 0.1, 1 are steps of the same kind
     x = knob.axis if as_numbers else places
     axes.scatter(x, scores, s=14, color=own.colour, alpha=0.45, linewidths=0)
-    if few:
+    if alone or (few and 2 * len(knob.names) <= len(scores)):
         groups = [(x[places == i][0], scores[places == i].mean()) for i in range(len(knob.names))]
         axes.plot(*zip(*groups, strict=True), color=look(1).colour, marker=look(1).marker)
     if as_numbers:
@@ -160,7 +160,7 @@ def over_one(opened: Sequence[Knob], scores: Any, axis: str) -> Figure:
     figure = Figure((WIDTH, 0.5 + 2.1 * rows), layout="constrained")
     for i, knob in enumerate(opened):
         axes = figure.add_subplot(rows, columns, i + 1)
-        _points(axes, knob, scores)
+        _points(axes, knob, scores, len(opened) == 1)
         axes.set_xlabel(plain(knob.path, 34))
         if i % columns == 0:
             axes.set_ylabel(axis)
