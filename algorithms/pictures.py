@@ -18,7 +18,7 @@ def _plain(values: Any, shape: tuple[int | None, ...]) -> Any:
     values = values.tolist() if isinstance(values, Tensor) else values
     if not shape:
         if values is None or type(values) in (int, float):
-            return float(values) if values is not None and math.isfinite(values) else None
+            return float(values) if values is not None and abs(values) < math.inf else None
         raise ValueError(f"{values!r} is not a number")
     if not isinstance(values, list | tuple) or shape[0] not in (None, len(values)):
         raise ValueError(f"expected {'a list' if shape[0] is None else f'{shape[0]} values'}, not {values!r:.60}")

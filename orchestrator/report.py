@@ -127,6 +127,8 @@ def _command(source: Source) -> str:
 def write_report(report: Report, out: Path | None = None) -> Path:
     """Write the report, by default as report.html into the first directory, and return where."""
     path = out or report.sources[0].path / "report.html"
+    if not path.parent.is_dir():
+        raise NothingHere(f"cannot write {path}: there is no directory {path.parent}; choose another place with --out")
     text = html(report)
     try:
         path.write_text(text, encoding="utf-8", errors="replace")

@@ -204,7 +204,7 @@ def _line(raw: bytes) -> dict[str, Any] | None:
         line = json.loads(raw)
         metrics = {str(k): float(v) for k, v in line["metrics"].items() if math.isfinite(v)}
         return line | {"round": int(line["round"]), "phase": str(line["phase"]), "metrics": metrics}  # type: ignore[no-any-return]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return None
 
 

@@ -8,12 +8,12 @@ import numpy as np
 
 from orchestrator.pictures.style import (
     MAP,
-    canvas,
     legend,
     look,
     name,
     name_ticks,
     plain,
+    roomy,
     styled,
     whole_numbers,
 )
@@ -36,7 +36,7 @@ def numbers(values: Any) -> Any:
 def draw_declared(picture: Picture) -> Figure:
     """Draw what an algorithm gives of itself."""
     draw = {"Heatmap": _heatmap, "Lines": _lines, "Bars": _bars, "Points": _points}[type(picture).__name__]
-    figure, axes = canvas(3.4 if draw is _heatmap else 2.6)
+    figure, axes = roomy(3.4 if draw is _heatmap else 2.6)
     name(axes, picture.title, picture.x, picture.y)
     draw(axes, picture)  # type: ignore[operator]
     if len(getattr(picture, "series", ())) > 1:

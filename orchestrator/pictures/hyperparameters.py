@@ -11,7 +11,7 @@ import numpy as np
 
 from orchestrator.pictures.declared import heat, numbers
 from orchestrator.pictures.run import Drawn
-from orchestrator.pictures.style import INK, MAP, WIDTH, canvas, logarithmic, look, name, name_ticks, plain
+from orchestrator.pictures.style import INK, MAP, WIDTH, logarithmic, look, name, name_ticks, plain, roomy
 from orchestrator.summary import Configuration
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def pictures(
 
 def bars_of(opened: Sequence[Knob], shares: Sequence[float]) -> Figure:
     """Draw the importance of each hyperparameter."""
-    figure, axes = canvas(0.9 + 0.28 * len(opened))
+    figure, axes = roomy(0.9 + 0.28 * len(opened))
     name(axes, "Importance of each hyperparameter", "share of the importance (%)", "")
     order = sorted(range(len(opened)), key=lambda i: shares[i])
     at = range(len(order))
@@ -169,7 +169,7 @@ def over_one(opened: Sequence[Knob], scores: Any, axis: str) -> Figure:
 
 def over_two(a: Knob, b: Knob, scores: Any, axis: str, direction: int) -> Figure:
     """Draw the result over two hyperparameters: a heat map (BPFed Fig. 4), or points where they lie anywhere."""
-    figure, axes = canvas(3.4)
+    figure, axes = roomy(3.4)
     name(axes, f"{plain(a.label, 20)} and {plain(b.label, 20)}", a.path, b.path)
     if max(len(a.names), len(b.names)) <= DISCRETE and 2 * len(scores) >= len(a.names) * len(b.names):
         values = np.full((len(b.names), len(a.names)), np.nan)
@@ -201,7 +201,7 @@ def parallel(opened: Sequence[Knob], scores: Any, axis: str, direction: int) -> 
     import matplotlib
     from matplotlib.colors import Normalize
 
-    figure, axes = canvas(3.4)
+    figure, axes = roomy(3.4)
     columns = [*(knob.even for knob in opened), scores]
     unit = [(c - c.min()) / np.ptp(c) if np.ptp(c) else np.full(len(c), 0.5) for c in columns]
     lines = np.stack(unit, axis=1)

@@ -207,7 +207,7 @@ def _sizes_behind(axes: Axes, sizes: Any) -> None:
 
 def classes(run: Run) -> Figure:
     """Draw the accuracy of each class with the class sizes behind it."""
-    figure, axes = canvas()
+    figure, axes = canvas(right=0.66)
     order = _by_size(run.per_class)
     ids = column(run.per_class, "class")[order]
     name(axes, "Accuracy of each class", "class, largest first", "accuracy (%)")
@@ -235,7 +235,7 @@ def class_gap(run: Run, reference: Run) -> Figure | None:
             gaps[label] = gap
     if not gaps:
         return None
-    figure, axes = canvas()
+    figure, axes = canvas(right=0.66)
     order = _by_size(rows)
     title = f"Gain of each class over {plain(reference.name, 40)}"
     name(axes, title, "class, largest first", "gain (percentage points)")

@@ -92,11 +92,21 @@ def styled(function: Callable[P, R]) -> Callable[P, R]:
     return inside
 
 
-def canvas(height: float = 2.6, width: float = WIDTH) -> tuple[Figure, Axes]:
-    """Return an empty figure with one pair of axes."""
+def canvas(height: float = 2.6, right: float = 0.15) -> tuple[Figure, Axes]:
+    """Return a figure with one pair of axes; the margins are fixed, since finding them takes longer than drawing."""
     from matplotlib.figure import Figure
 
-    figure = Figure((width, height), layout="constrained")
+    figure = Figure((WIDTH, height))
+    axes = figure.add_subplot()
+    figure.subplots_adjust(0.66 / WIDTH, 0.47 / height, 1 - right / WIDTH, 1 - 0.3 / height)
+    return figure, axes
+
+
+def roomy(height: float = 2.6) -> tuple[Figure, Axes]:
+    """Return a figure with one pair of axes that makes room for words of any length."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((WIDTH, height), layout="constrained")
     return figure, figure.add_subplot()
 
 
@@ -129,8 +139,15 @@ def legend(axes: Axes) -> None:
     longest = max(map(len, labels))
     columns = min(len(labels), 1 if longest > 36 else 2 if longest > 20 else 3)
     figure: Any = axes.get_figure()
-    figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(labels) // columns))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+    before, extra = figure.get_figheight(), 0.1 + 0.19 * -(-len(labels) // columns)
+    after = before + extra
+    figure.set_figheight(after)
+    if figure.get_layout_engine() is None:
+        old = figure.subplotpars
+        figure.subplots_adjust(bottom=(old.bottom * before + extra) / after, top=1 - (1 - old.top) * before / after)
+        figure.legend(handles, labels, loc="lower center", ncols=columns, borderaxespad=0.4)
+    else:
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
 def whole_numbers(axes: Axes, which: str = "x") -> None:
