@@ -18,7 +18,7 @@ def _plain(values: Any, shape: tuple[int | None, ...]) -> Any:
     values = values.tolist() if isinstance(values, Tensor) else values
     if not shape:
         if values is None or type(values) in (int, float):
-            return float(values) if values is not None and abs(values) < math.inf else None
+            return float(values) if values is not None and math.isfinite(values) else None
         raise ValueError(f"{values!r} is not a number")
     if not isinstance(values, list | tuple) or shape[0] not in (None, len(values)):
         raise ValueError(f"expected {'a list' if shape[0] is None else f'{shape[0]} values'}, not {values!r:.60}")
@@ -98,5 +98,5 @@ def from_json(data: Any) -> Picture:
         raise ValueError(f"not a picture: 'kind' must be one of {', '.join(kinds)}")
     try:
         return kinds[data["kind"]](**{key: value for key, value in data.items() if key != "kind"})
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"not a {data['kind']}: {error}") from None

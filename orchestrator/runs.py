@@ -234,7 +234,7 @@ def _table(path: Path, notes: Notes) -> list[Row]:
 def _counts(path: Path, notes: Notes) -> Counts | None:
     """Return how many training samples of each class each client has."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             counts = np.asarray(arrays["counts"])
         if counts.ndim == 2 and counts.size and np.issubdtype(counts.dtype, np.integer):
             return counts

@@ -73,7 +73,7 @@ def test_accuracy_over_rounds(drawn, tuned):
 def test_classes_lie_before_their_sizes_largest_first(drawn, tuned):
     front, behind = drawn["classes"].axes
     rows = sorted(tuned[0].per_class, key=lambda row: -row["train"])
-    assert [bar.get_height() for bar in behind.patches] == [row["train"] for row in rows]
+    assert behind.patches[0].get_data().values.tolist() == [row["train"] for row in rows]
     generic = next(line for line in front.lines if line.get_label() == "generic")
     assert generic.get_ydata() == pytest.approx([100 * row["generic_acc"] for row in rows])
     assert front.get_zorder() > behind.get_zorder()

@@ -11,6 +11,7 @@ import numpy as np
 from orchestrator.pictures.declared import bars, draw_declared, numbers
 from orchestrator.pictures.style import (
     FAINT,
+    Look,
     canvas,
     legend,
     logarithmic,
@@ -36,6 +37,7 @@ ACCURACIES = {
 }
 GENERIC, PERSONAL = "generic", "personal, mean over its owners"  #: the two accuracies of a class
 SHOTS = "many", "medium", "few", "head", "middle", "tail"
+FEW = 30  #: so many classes are shown as bars and marked lines
 EACH = 60  #: so many clients are shown one by one, more are sorted into a curve
 
 
@@ -118,8 +120,8 @@ def labels(counts: Any) -> Figure:
     client, label = np.nonzero(counts)
     size = counts[client, label]
     # The largest bubble just fits its cell; the area is proportional to the number.
-    cell = min(330 / max(1, counts.shape[0]), 170 / max(1, counts.shape[1]), 18)
-    area = size / max(1, size.max()) * max(cell, 3.0) ** 2
+    cell = max(5.0, min(330 / max(1, counts.shape[0]), 170 / max(1, counts.shape[1]), 18.0))
+    area = size / max(1, size.max()) * cell**2
     own = look(0)
     many = len(size) > 2000
     axes.scatter(client, label, area, color=own.colour, alpha=0.75, linewidths=0, rasterized=many)
@@ -129,7 +131,7 @@ def labels(counts: Any) -> Figure:
     whole_numbers(axes, "y")
     largest = int(size.max()) if len(size) else 1
     for shown in sorted({largest, max(1, largest // 4), max(1, largest // 16)}, reverse=True):
-        axes.scatter([], [], shown / largest * max(cell, 3.0) ** 2, color=own.colour, label=f"{shown} samples")
+        axes.scatter([], [], shown / largest * cell**2, color=own.colour, label=f"{shown} samples")
     legend(axes)
     return figure
 
@@ -141,7 +143,7 @@ def long_tail(counts: Any) -> Figure:
     order = np.argsort(-totals, kind="stable")
     sizes = totals[order]
     name(axes, "The long tail", "class, largest first", "training samples")
-    axes.bar(np.arange(len(sizes)), sizes, color=FAINT, width=0.9)
+    axes.stairs(sizes, np.arange(len(sizes) + 1) - 0.5, fill=True, color=FAINT)
     axes.plot(np.arange(len(sizes)), sizes, color=look(0).colour, marker="o" if len(sizes) <= 30 else "")
     logarithmic(axes, "y", sizes.tolist())
     axes.grid(axis="x", visible=False)
@@ -197,12 +199,26 @@ def _by_size(rows: Sequence[Any]) -> Any:
 def _sizes_behind(axes: Axes, sizes: Any) -> None:
     """Draw the class sizes behind other things, on an axis of their own on the right."""
     behind = axes.twinx()
-    behind.bar(np.arange(len(sizes)), sizes, color=FAINT, width=0.9)
-    behind.set_ylabel("training samples (grey bars)")
+    behind.stairs(sizes, np.arange(len(sizes) + 1) - 0.5, fill=True, color=FAINT)
+    behind.set_ylim(bottom=0)
+    behind.set_ylabel("training samples (grey)")
     behind.grid(False)
     behind.spines["right"].set_visible(True)
     axes.set_zorder(behind.get_zorder() + 1)
     axes.patch.set_visible(False)
+
+
+def _over_classes(axes: Axes, values: Any, own: Look, label: str) -> None:
+    """Draw a value of each class; of very many classes as dots, with a running mean over eleven as a line."""
+    if len(values) <= FEW:
+        axes.plot(values, color=own.colour, linestyle=own.line, marker=own.marker, label=label)
+        return
+    axes.plot(values, color=own.colour, linestyle="", marker=own.marker, markersize=2.5, alpha=0.5)
+    means = [
+        np.nanmean(near) if np.isfinite(near := values[max(0, i - 5) : i + 6]).any() else np.nan
+        for i in range(len(values))
+    ]
+    axes.plot(means, color=own.colour, linestyle=own.line, linewidth=2, label=f"{label} (line: mean of 11 classes)")
 
 
 def classes(run: Run) -> Figure:
@@ -215,8 +231,7 @@ def classes(run: Run) -> Figure:
     for key, label, i in (("generic_acc", GENERIC, 0), ("personal_acc_owned", PERSONAL, 2)):
         values = 100 * column(run.per_class, key)[order]
         if np.isfinite(values).any():
-            own = look(i)
-            axes.plot(values, color=own.colour, linestyle=own.line, marker=own.marker, label=label)
+            _over_classes(axes, values, look(i), label)
     axes.set_ylim(-3, 103)
     name_ticks(axes, "x", [f"{i:g}" for i in ids])
     legend(axes)
@@ -241,7 +256,13 @@ def class_gap(run: Run, reference: Run) -> Figure | None:
     name(axes, title, "class, largest first", "gain (percentage points)")
     _sizes_behind(axes, column(rows, "train")[order])
     ids = [f"{i:g}" for i in column(rows, "class")[order]]
-    bars(axes, ids, {label: gap[order] for label, gap in gaps.items()}, looks={GENERIC: 0, PERSONAL: 2})
+    looks = {GENERIC: 0, PERSONAL: 2}
+    if len(rows) <= FEW:
+        bars(axes, ids, {label: gap[order] for label, gap in gaps.items()}, looks=looks)
+    else:
+        for label, gap in gaps.items():
+            _over_classes(axes, gap[order], look(looks[label]), label)
+        name_ticks(axes, "x", ids)
     axes.axhline(0, color="#444444", linewidth=0.9)
     legend(axes)
     return figure

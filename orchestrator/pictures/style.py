@@ -169,10 +169,11 @@ def logarithmic(axes: Axes, which: str, values: Sequence[float]) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def name_ticks(axes: Axes, which: str, names: Sequence[object], most: int = 25) -> None:
-    """Name the positions 0, 1, 2 and so on; of very many only some."""
-    step = max(1, -(-len(names) // most))
-    at = range(0, len(names), step)
+def name_ticks(axes: Axes, which: str, names: Sequence[object], most: int = 24) -> None:
+    """Name the positions 0, 1, 2 and so on; of very many only every second, fifth, tenth and so on."""
+    most = most if len(names) <= most else most // 2
+    steps = (nice * 10**power for power in range(9) for nice in (1, 2, 5))
+    at = range(0, len(names), next(step for step in steps if len(names) <= step * most))
     labels = [plain(names[i], 24) for i in at]
     long = which == "x" and sum(map(len, labels)) > 66
     turned: dict[str, Any] = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if long else {}
