@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.comparison import Leaderboard, Paired, holm, ranking, signed_rank, t_test, targets
+from orchestrator.comparison import Leaderboard, Paired, holm, leaderboards, ranking, signed_rank, t_test, targets
 from orchestrator.runs import NothingHere, Run, Source, compared, read_source
 from orchestrator.summary import HEADLINE, Configuration, lower_is_better
 
@@ -93,7 +93,7 @@ def p_value(test: Paired | None) -> str:
     """Return a p-value and over how many pairs it was found."""
     if test is None:
         return ""
-    value = "–" if test.p is None else "< 0.001" if test.p < 0.001 else f"{test.p:.3f}"
+    value = "-" if test.p is None else "< 0.001" if test.p < 0.001 else f"{test.p:.3f}"
     return f"{value} (n = {test.pairs})"
 
 
@@ -133,11 +133,11 @@ def board_rows(board: Leaderboard) -> list[dict[str, Any]]:
     return [
         {
             "name": place.configuration.name,
-            "mean_rank": "–" if place.mean_rank is None else f"{place.mean_rank:.2f}",
+            "mean_rank": "-" if place.mean_rank is None else f"{place.mean_rank:.2f}",
             "cells": [
                 (place.configuration.show(m), f"{place.ranks[m]:g}", place.ranks[m] == top[m])
                 if m in place.ranks
-                else ("–", "", False)
+                else ("-", "", False)
                 for m in board.metrics
             ],
         }
@@ -177,7 +177,7 @@ def trial_rows(report: Report) -> list[dict[str, Any]]:
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
+    return "-" if value is None else f"{value:.4f}"
 
 
 def missing(report: Report) -> list[str]:
@@ -203,12 +203,15 @@ def conclusion(report: Report) -> list[str]:
         )
     elif runs:
         said.append(f"Nothing is ranked: no trial that has ended reports {report.metric}.")
-    splits = {run.split for run in runs if run.lines}
+    splits, owners = {run.split for run in runs if run.lines}, {run.seed for run in runs if run.lines}
     if len(runs) > 1 and None not in splits:
+        own = "; each seed has its own" if len(splits) == len(owners) else ""
+        same = "the same split of the data" if len(splits) == 1 else f"{len(splits)} different splits of the data{own}"
+        said.append(f"The runs are on {same}.")
+    if len(leaderboards(report.configurations)) > 1:
         said.append(
-            "All runs are on the same split of the data."
-            if len(splits) == 1
-            else f"The runs are on {len(splits)} different splits of the data; each seed makes its own."
+            "Not all configurations had the same splits, rounds, clients a round and seeds: "
+            "only those within one table of the leaderboard are comparable."
         )
     return said
 

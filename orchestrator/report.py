@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -51,14 +51,24 @@ for (const head of document.querySelectorAll("th")) head.addEventListener("click
 # The file ------------------------------------------------------------------------------------------------------------
 
 
-def embedded(pictures: Iterable[Drawn]) -> list[dict[str, str]]:
-    """Return pictures for the page; as images of their own they can neither run anything nor load anything."""
+class Embedded(NamedTuple):
+    """A picture for the page: as an image of its own it can neither run anything nor load anything."""
+
+    name: str
+    caption: str
+    svg: str
+
+    @property
+    def src(self) -> str:
+        """The address that holds the whole picture."""
+        return f"data:image/svg+xml;base64,{base64.b64encode(self.svg.encode()).decode()}"
+
+
+def embedded(pictures: Iterable[Drawn]) -> list[Embedded]:
+    """Return pictures for the page."""
     from orchestrator.pictures.style import svg
 
-    return [
-        {"caption": p.caption, "src": f"data:image/svg+xml;base64,{base64.b64encode(svg(p.figure).encode()).decode()}"}
-        for p in pictures
-    ]
+    return [Embedded(picture.name, picture.caption, svg(picture.figure)) for picture in pictures]
 
 
 def shown_runs(report: Report) -> list[dict[str, Any]]:
@@ -83,7 +93,7 @@ def shown_runs(report: Report) -> list[dict[str, Any]]:
     return found
 
 
-def compared_pictures(report: Report) -> list[dict[str, str]]:
+def compared_pictures(report: Report) -> list[Embedded]:
     """Return the pictures that compare configurations."""
     if report.reference is None or len(report.able) < 2:
         return []
@@ -94,7 +104,7 @@ def compared_pictures(report: Report) -> list[dict[str, str]]:
     return embedded(pictures(Comparison(able, report.metric, report.mode, reference, report.targets, report.given)))
 
 
-def html(report: Report) -> str:
+def html(report: Report, comparison: Sequence[Embedded]) -> str:
     """Return the report as one page that needs nothing else."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -111,7 +121,7 @@ def html(report: Report) -> str:
         boards=[(board, board_rows(board)) for board in leaderboards(report.configurations)],
         by_size=[(board, board_rows(board)) for board in leaderboards(report.configurations, BY_SIZE)],
         unranked=unranked(report),
-        pictures=compared_pictures(report),
+        pictures=comparison,
         runs=runs,
         trials=trial_rows(report),
         repeat=[(source, _command(source)) for source in report.sources],
@@ -125,13 +135,17 @@ def _command(source: Source) -> str:
 
 
 def write_report(report: Report, out: Path | None = None) -> Path:
-    """Write the report, by default as report.html into the first directory, and return where."""
+    """Write the report and return where: into the first directory, its pictures beside it, or to the given file alone."""
     path = out or report.sources[0].path / "report.html"
     if not path.parent.is_dir():
         raise NothingHere(f"cannot write {path}: there is no directory {path.parent}; choose another place with --out")
-    text = html(report)
+    comparison = compared_pictures(report)
     try:
-        path.write_text(text, encoding="utf-8", errors="replace")
+        path.write_text(html(report, comparison), encoding="utf-8", errors="replace")
+        for picture in () if out else comparison:
+            folder = path.parent / "pictures"
+            folder.mkdir(exist_ok=True)
+            (folder / f"{picture.name}.svg").write_text(picture.svg, encoding="utf-8")
     except OSError as error:
         raise NothingHere(f"cannot write {path}: {error.strerror}; choose another place with --out") from None
     return path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shlex
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,11 @@ Row = dict[str, float | None]
 INCIDENTAL = "seed", "cluster", "failures"
 
 
-FAST_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+class _Yaml(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Reads sweeps too: a leaf that is left open is None."""
+
+
+_Yaml.add_multi_constructor("!", lambda *_: None)
 
 
 class NothingHere(ValueError):
@@ -40,7 +45,7 @@ class Notes(list[str]):
 
     def yaml(self, path: Path) -> dict[str, Any]:
         """Return the mapping that a YAML file holds, or an empty one and a note."""
-        found = self._read(path, lambda text: FAST_YAML(text).get_single_data())
+        found = self._read(path, lambda text: _Yaml(text).get_single_data())
         return found if isinstance(found, dict) else {}
 
     def text(self, path: Path) -> str:
@@ -274,9 +279,15 @@ def read_source(path: Path) -> Source:
                 f"{path} is neither a sweep's directory (it has no trials/) nor a trial's (it has no metrics.jsonl); "
                 "give the directory that `python -m orchestrator.tune` named at its end"
             )
-        return Source(path, [read_run(path)], text=Notes().text(path / "experiment.yaml"))
-    notes = Notes()
-    summary = notes.json(path / "summary.json")
+        text = Notes().text(path / "experiment.yaml")
+        return Source(path, [read_run(path)], text=text, environment=_environment(path.resolve().parent.parent))
+    notes, summary = Notes(), {}
+    if (path / "summary.json").exists():
+        summary = notes.json(path / "summary.json")
+    else:
+        words = ["python", "-m", "orchestrator.tune", "--resume", "--name", path.name, "--out", str(path.parent)]
+        again = shlex.join(words)
+        notes.append(f"summary.json is missing, so the sweep has not ended; to go on with it, type {again}")
     if summary and summary.get("schema") != SCHEMA:
         notes.append(f"summary.json has schema {summary.get('schema')}, this version reads {SCHEMA}; it is not used")
         summary = {}
@@ -287,16 +298,18 @@ def read_source(path: Path) -> Source:
     notes += [f"trials/{id} is missing, though summary.json knows it" for id in sorted(lost)]
     if not runs:
         notes.append("there are no trials; run the sweep with `python -m orchestrator.tune`")
-    about = Notes().json(path / "mlflow.json").get("tags")
-    return Source(
-        path,
-        runs,
-        summary.get("metric") if isinstance(summary.get("metric"), str) else None,
-        "min" if summary.get("mode") == "min" else "max",
-        notes.text(path / "sweep.yaml"),
-        about if isinstance(about, dict) else {},
-        notes,
-    )
+    text = notes.text(path / "sweep.yaml")
+    search = summary or Notes().yaml(path / "sweep.yaml").get("search")
+    search = search if isinstance(search, dict) else {}
+    metric = search.get("metric")
+    mode = "min" if search.get("mode") == "min" else "max"
+    return Source(path, runs, metric if isinstance(metric, str) else None, mode, text, _environment(path), notes)
+
+
+def _environment(sweep: Path) -> dict[str, Any]:
+    """Return the versions that a sweep has written down."""
+    tags = Notes().json(sweep / "mlflow.json").get("tags")
+    return tags if isinstance(tags, dict) else {}
 
 
 def compared(sources: Sequence[Source]) -> list[Configuration]:

@@ -219,7 +219,9 @@ def test_what_matters_is_most_important():
 
 def test_too_few_trials_have_no_importance():
     found = search([{"a": a, "b": a} for a in range(7)], lambda a, b: a / 10)
-    assert hyperparameters.importance(hyperparameters.knobs(found), [c.values(METRIC)[0] for c in found]) is None
+    captions = {p.name: p.caption for p in compare(comparison(found))}
+    assert "importance" not in captions
+    assert "7 configurations are too few to tell the importance of each; 8 are needed." in captions["one"]
 
 
 def test_drawn_from_ranges_they_are_points():

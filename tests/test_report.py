@@ -53,7 +53,8 @@ class Page(HTMLParser):
 
 
 def written(*directories, **options):
-    return report.html(collect(list(directories), **options))
+    found = collect(list(directories), **options)
+    return report.html(found, report.compared_pictures(found))
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +129,9 @@ def test_runs_are_compared_but_ranked_together_only_on_the_same_split(finished_s
     page = Page(out.read_text())
     assert {row["name"] for row in page.table("rank")} == {"local", "fedavg", "fedavg+finetune"}
     assert "There are 2 tables" in page.text
-    assert "The runs are on 2 different splits of the data; each seed makes its own." in page.text
-    said = conclusion(collect([trials / "0000", trials / "0003"]))
-    assert said[-1] == "All runs are on the same split of the data."
+    assert "The runs are on 2 different splits of the data; each seed has its own." in page.text
+    assert "only those within one table of the leaderboard are comparable" in page.text
+    assert conclusion(collect([trials / "0000", trials / "0003"]))[-1] == "The runs are on the same split of the data."
 
 
 def test_it_ranks_by_what_is_asked_for(finished_sweep):
@@ -191,6 +192,7 @@ def test_what_is_damaged_is_named_and_the_rest_is_shown(sweep, capsys):
     assert rows["0005"]["error"] == "client 3: out of memory"
     assert len(rows) == 9
     assert page.table("rank")[0]["name"] == "fedavg+finetune"
+    assert {"rounds.svg", "target.svg", "time.svg"} <= {path.name for path in (sweep / "pictures").iterdir()}
 
 
 def test_nothing_but_an_empty_sweep(tmp_path):

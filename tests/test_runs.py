@@ -112,6 +112,15 @@ def test_another_schema_is_told_and_the_trials_are_read(sweep):
     assert len(source.runs) == 9
 
 
+def test_a_sweep_that_has_not_ended_is_ranked_by_its_own_metric(sweep):
+    (sweep / "summary.json").unlink()
+    text = (sweep / "sweep.yaml").read_text()
+    (sweep / "sweep.yaml").write_text(text.replace("personal/acc_dist, mode: max", "train/loss, mode: min"))
+    source = read_source(sweep)
+    assert (source.metric, source.mode) == ("train/loss", "min")
+    assert "!grid" in source.text
+
+
 def test_a_lost_trial_is_told(sweep):
     shutil.rmtree(sweep / "trials" / "0003")
     assert read_source(sweep).notes == ["trials/0003 is missing, though summary.json knows it"]
@@ -120,7 +129,7 @@ def test_a_lost_trial_is_told(sweep):
 def test_an_empty_sweep_says_so(tmp_path):
     (tmp_path / "trials").mkdir()
     notes = read_source(tmp_path).notes
-    assert "summary.json is missing" in notes
+    assert any("summary.json is missing" in note and "--resume" in note for note in notes)
     assert any("there are no trials" in note for note in notes)
 
 

@@ -137,23 +137,26 @@ def over_time(c: Comparison) -> Figure:
     """Draw what each configuration reaches against the time it takes."""
     figure, axes = canvas()
     name(axes, "Time against accuracy" if c.scale > 1 else "Time against quality", "time of all rounds (s)", c.axis)
-    everything = []
+    found = {}
     for configuration in c.configurations:
         runs = [run for run in runs_of(configuration) if run.series(c.metric)[1]]
-        times = [run.seconds for run in runs]
-        values = [c.scale * run.series(c.metric)[1][-1] for run in runs]
-        if not runs:
-            continue
-        everything += times
-        few = configuration in c.shown
-        own = look(c.shown.index(configuration)) if few else look(7)._replace(marker=".")
+        found[configuration.name] = (
+            [run.seconds for run in runs],
+            [c.scale * run.series(c.metric)[1][-1] for run in runs],
+        )
+    shown = [each.name for each in c.shown]
+    others = [(mean(times), mean(values)) for each, (times, values) in found.items() if each not in shown]
+    if others:
+        x, y = numbers(others).T
+        axes.scatter(x, y, s=12, color=look(7).colour, linewidths=0)
+    for i, configuration in enumerate(c.shown):
+        own, (times, values) = look(i), found[configuration.name]
         spread = [stdev(v) if len(v) > 1 else 0.0 for v in (times, values)]
         axes.errorbar(
             mean(times), mean(values), xerr=spread[0], yerr=spread[1], color=own.colour, marker=own.marker,
-            markersize=7, linestyle="", elinewidth=0.8, capsize=2, label=c.label(configuration) if few else None,
-            zorder=3 if few else 2,
+            markersize=7, linestyle="", elinewidth=0.8, capsize=2, label=c.label(configuration),
         )  # fmt: skip
-    logarithmic(axes, "x", everything)
+    logarithmic(axes, "x", [time for times, _ in found.values() for time in times])
     legend(axes)
     return figure
 

@@ -86,6 +86,7 @@ def bars(axes: Axes, groups: Any, series: Any, errors: Any = None, looks: Any = 
             label=plain(label), yerr=None if errors is None else numbers(errors[label]), ecolor="#444444", capsize=2,
         )  # fmt: skip
     axes.grid(axis="x", visible=False)
+    axes.set_xlim(-0.6, len(groups) - 0.4)  # a bar that is missing keeps its place
     name_ticks(axes, "x", groups)
 
 

@@ -110,6 +110,8 @@ def pictures(
     others = (
         " Each point is a configuration; a line is the mean over those that share a value." if len(opened) > 1 else ""
     )
+    if len(scores) < FEWEST and len(opened) > 1:
+        others += f" {len(scores)} configurations are too few to tell the importance of each; {FEWEST} are needed."
     yield Drawn("one", f"{metric} over each open hyperparameter.{others}", over_one(opened[:PANELS], scores, axis))
     if len(opened) > 1:
         a, b = opened[:2]
