@@ -135,7 +135,7 @@ def _command(source: Source) -> str:
 
 
 def write_report(report: Report, out: Path | None = None) -> Path:
-    """Write the report and return where: into the first directory, its pictures beside it, or to the given file alone."""
+    """Write the report and return where: into the first directory with its pictures, or to the given file alone."""
     path = out or report.sources[0].path / "report.html"
     if not path.parent.is_dir():
         raise NothingHere(f"cannot write {path}: there is no directory {path.parent}; choose another place with --out")

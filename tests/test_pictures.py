@@ -204,6 +204,18 @@ def test_the_line_over_one_hyperparameter_is_the_mean_over_the_others():
     assert over_a.lines[0].get_ydata() == pytest.approx([12.5, 22.5])
 
 
+def test_methods_under_an_open_setting_are_a_hyperparameter_too():
+    found = search([{"a": a, "m": m} for a in (1, 2) for m in (0, 1)], lambda a, m: a / 10 + m / 5)
+    for each in found:
+        each.trials[0]["params"]["case"] = each.trials[0]["params"].pop("local.m")
+        each.trials[0]["run"].about["tags"] = {"algorithm": "xy"[each.trials[0]["params"]["case"]]}
+    (two,) = (p.figure for p in compare(comparison(found)) if p.name == "two")
+    names = [text.get_text() for text in two.axes[0].get_xticklabels()]
+    assert sorted(names) == ["0: x", "1: y"]
+    column = two.axes[0].images[0].get_array()[:, names.index("1: y")]
+    assert sorted(column.tolist()) == pytest.approx([30, 40])
+
+
 def test_what_matters_is_most_important():
     points = [{"a": a, "b": b, "c": c} for a in (0.001, 0.01, 0.1, 1.0) for b in (1, 2) for c in ("x", "y")]
     found = search(points, lambda a, b, c: 0.5 + 0.1 * np.log10(a) + 0.01 * b)

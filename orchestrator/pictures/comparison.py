@@ -64,10 +64,13 @@ def pictures(c: Comparison) -> list[Drawn]:
 
 
 def _pictures(c: Comparison) -> Iterator[Drawn]:
+    seeds = any(len(runs_of(each)) > 1 for each in c.configurations)
     left = len(c.configurations) - len(c.shown)
     more = f" The best {len(c.shown)} of {len(c.configurations)} configurations are shown." if left else ""
     if any(len(run.series(c.metric)[0]) > 1 for each in c.shown for run in runs_of(each)):
-        caption = f"{c.metric} over rounds, mean over seeds; the band is one standard deviation.{more}"
+        caption = (
+            f"{c.metric} over rounds{', mean over seeds; the band is one standard deviation' if seeds else ''}.{more}"
+        )
         yield Drawn("rounds", caption, over_rounds(c))
     if len(c.targets) and (figure := to_target(c)):
         what = ", ".join(f"{target:.4g}" for target in c.targets)
@@ -79,12 +82,12 @@ def _pictures(c: Comparison) -> Iterator[Drawn]:
         yield Drawn("target", caption, figure)
     if any(run.seconds > 0 for each in c.configurations for run in runs_of(each)):
         caption = (
-            "What the time buys: seconds of all rounds, evaluation included, as if trials had shared nothing; the "
-            "bars are one standard deviation over seeds."
+            "What the time buys: seconds of all rounds, evaluation included, as if trials had shared nothing"
+            f"{'; the bars are one standard deviation over seeds' if seeds else ''}."
         )
         yield Drawn("time", caption, over_time(c))
     if figure := shots(c):
-        yield Drawn("shots", f"{c.metric} by class size, mean over seeds.{more}", figure)
+        yield Drawn("shots", f"{c.metric} by class size{', mean over seeds' if seeds else ''}.{more}", figure)
     if figure := clients(c):
         yield Drawn(
             "clients", f"Accuracy of each client under each method, on one split of the same seed.{more}", figure

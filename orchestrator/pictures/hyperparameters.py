@@ -73,7 +73,17 @@ def knobs(configurations: Sequence[Configuration]) -> list[Knob]:
     params = [c.trials[0]["params"] for c in configurations]
     shared = [path for path in params[0] if path not in ("seed", "case") and all(path in p for p in params)]
     found = [Knob(path, [p[path] for p in params]) for path in shared]
-    return [knob for knob in found if len(knob.names) > 1]
+    found = [knob for knob in found if len(knob.names) > 1]
+    if found and len({p.get("case") for p in params}) > 1:  # methods, compared under settings that are open too
+        found.insert(0, Knob("method", [_method(c) for c in configurations]))
+    return found
+
+
+def _method(configuration: Configuration) -> str:
+    """Return which case a configuration is of: its algorithms, and its number among the cases."""
+    tags = configuration.trials[0]["run"].about.get("tags")
+    name = tags.get("algorithm", "") if isinstance(tags, dict) else ""
+    return f"{configuration.trials[0]['params'].get('case')}: {name}"
 
 
 def importance(knobs: Sequence[Knob], scores: Sequence[float]) -> list[float] | None:
