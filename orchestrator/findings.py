@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,18 @@ def collect(
     goals: Sequence[float] = (),
 ) -> Report:
     """Read directories, and decide what is ranked by what."""
-    sources = [read_source(path) for path in directories]
+    sources: list[Source] = []
+    for path in directories:
+        known_runs = {run.path for source in sources for run in source.runs}
+        source = read_source(path)
+        sources.append(replace(source, runs=[run for run in source.runs if run.path not in known_runs]))
     found = compared(sources)
     known = list(dict.fromkeys(m for c in found for t in c.trials for m in t["last"]))
     if metric is not None and metric not in known:
         raise NothingHere(f"--metric {metric}: no trial has reported it; {_nearest(metric, known)}")
     usual = (m for m in ("personal/acc_dist", *HEADLINE, *known) if m in known)
     wanted = metric or next((s.metric for s in sources if s.metric), None) or next(usual, "personal/acc_dist")
-    mode = next((s.mode for s in sources if s.metric == wanted), "max")
+    mode = next((s.mode for s in sources if s.metric == wanted), "min" if lower_is_better(wanted) else "max")
     ranked = ranking(found, wanted, mode)
     against = _reference(found, wanted, reference)
     own = targets(against, wanted, mode) if against else []

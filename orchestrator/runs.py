@@ -273,6 +273,7 @@ def read_source(path: Path) -> Source:
     """Read a sweep's directory, or that of a single run."""
     if not path.is_dir():
         raise NothingHere(f"{path} is not a directory; give that of a sweep (runs/NAME) or of a trial in it")
+    path = path.resolve()
     if not (path / "trials").is_dir():
         if not is_run(path):
             raise NothingHere(
@@ -280,7 +281,7 @@ def read_source(path: Path) -> Source:
                 "give the directory that `python -m orchestrator.tune` named at its end"
             )
         text = Notes().text(path / "experiment.yaml")
-        return Source(path, [read_run(path)], text=text, environment=_environment(path.resolve().parent.parent))
+        return Source(path, [read_run(path)], text=text, environment=_environment(path.parent.parent))
     notes, summary = Notes(), {}
     if (path / "summary.json").exists():
         summary = notes.json(path / "summary.json")

@@ -143,6 +143,13 @@ def test_it_ranks_by_what_is_asked_for(finished_sweep):
     assert [row["rank"] for row in ranking_rows(found)] == [1, 2, ""]
 
 
+def test_a_loss_is_better_when_low_and_no_run_counts_twice(finished_sweep):
+    found = collect([finished_sweep, finished_sweep / "trials" / "0003", finished_sweep], metric="train/loss")
+    assert len(found.runs) == 9
+    means = [sum(c.values("train/loss")) for c in found.able]
+    assert means == sorted(means)
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
