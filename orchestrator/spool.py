@@ -91,7 +91,7 @@ class SpooledTrial:
                 points.append((valid_name(key), float(value), stamp, step))
                 self.steps[key] = step
         counted = {"orchestrator.nonfinite": str(self.nonfinite)} if self.nonfinite else {}
-        return points, {"orchestrator.phase": str(line.get("phase")), **counted}
+        return points, {"phase": str(line.get("phase")), **counted}
 
 
 def valid_name(text: str) -> str:

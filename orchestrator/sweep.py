@@ -9,7 +9,8 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cache as remember
 from pathlib import Path
@@ -121,7 +122,7 @@ def run_sweep(
                 lambda config: tune.PlacementGroupFactory(Share(**config["job"]["share"]).bundles(), strategy="SPREAD"),
             )
             reporter = Reporter(folder, mirror, view, search.budget)
-            with interruptible():
+            with interruptible(), reporter.drawing:
                 tune.Tuner(
                     trainable,
                     param_space=None
@@ -153,6 +154,7 @@ class Reporter(tune.Callback):  # type: ignore[misc]
 
     def __init__(self, folder: Path, mirror: Mirror, view: View, budget: float | None) -> None:
         self.folder, self.mirror, self.view = folder, mirror, view
+        self.drawing = ThreadPoolExecutor(1, "pictures")  # beside Tune's loop, which must not wait for it
         self.deadline = None if budget is None else time.monotonic() + budget
 
     def __getstate__(self) -> dict[str, Any]:
@@ -186,8 +188,16 @@ class Reporter(tune.Callback):  # type: ignore[misc]
             if otherwise == "FAILED":
                 error = getattr(trial, "get_error", lambda: None)() or "the driver of the trial died"
             set_status(path, otherwise, error=None if error is None else str(error))
-        self.mirror.finish(id)
+        self.drawing.submit(self._show, id)
         self.view.status(id, status_of(path)["status"].lower())
+
+    def _show(self, id: str) -> None:
+        """Draw the pictures of a trial that has ended, then let MLflow have all of it."""
+        from orchestrator.pictures.run import draw
+
+        with suppress(Exception):  # the report says what could not be drawn
+            draw(self.folder / "trials" / id)
+        self.mirror.finish(id)
 
 
 def _scheduler(sweep: Sweep, points: Sequence[Point]) -> Any:

@@ -314,9 +314,11 @@ class Mirror:
         stamp = int(closing["time"] * 1000)
         points = [(valid_name(key), value, stamp, 0) for key, value in closing["metrics"].items()]
         self._log(self._client, parent, points, tags={NOTE: closing["note"]} if closing["note"] else {})
-        for path in (self.dir / "sweep.yaml", self.dir / (closing["summary"] or "summary.json")):
-            if path.exists():
-                self._client.log_artifact(parent, str(path))
+        for name in ("sweep.yaml", closing["summary"] or "summary.json", "report.html"):
+            if (self.dir / name).exists():
+                self._client.log_artifact(parent, str(self.dir / name))
+        if (self.dir / "pictures").is_dir():
+            self._client.log_artifacts(parent, str(self.dir / "pictures"), "pictures")
         self._client.set_terminated(parent, ENDS.get(closing["status"], "FAILED"), stamp)
         self._ended = True
 

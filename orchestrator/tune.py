@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -145,7 +146,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         _settle(directory, status == "KILLED" or out_of_time, mirror)
         ids = [path.name for path in (directory / "trials").iterdir()]
         found = results.write_summary(directory, sweep.search, {id: mirror.run_id(id) for id in ids})
-        best = results.best(found)
+        best, report = results.best(found), _report(directory)
         well = _all_well(found, out_of_time)
         owed = mirror.close(
             status if status != "FINISHED" or well else "FAILED",
@@ -156,7 +157,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
             else {f"best/{m}": mean(best.values(m)) for m in results.HEADLINE if best.values(m)},
             timeout=30.0 if status == "FINISHED" else 8.0,
         )
-        _tell(found, best, directory, uri, owed, mirror, console)
+        _tell(found, best, directory, report, uri, owed, mirror, console)
         if out_of_time:
             console.print("the time budget is used up", highlight=False)
         if status != "FINISHED" or out_of_time:
@@ -232,17 +233,31 @@ def _environment() -> dict[str, str]:
     return tags
 
 
+def _report(directory: Path) -> Path | None:
+    """Write the report; that it cannot be written must not hide what was found."""
+    from orchestrator.findings import collect
+    from orchestrator.report import write_report
+
+    try:
+        return write_report(collect([directory]))
+    except Exception as error:
+        warnings.warn(f"no report could be written: {error}", stacklevel=1)
+        return None
+
+
 def _note(found: Mapping[str, Any], options: argparse.Namespace) -> str:
     """Return the parent run's note: what came out, and how to repeat it."""
     command = ["python", "-m", "orchestrator.tune", *([str(options.file)] if options.file else [])]
-    command += [f"--set '{change}'" for change in options.set]
-    return f"{results.markdown(found)}\n\nTo repeat: `{' '.join(command)}`"
+    command += ["--preset", options.preset] if options.preset else []
+    command += [word for change in options.set for word in ("--set", change)]
+    return f"{results.markdown(found)}\n\nTo repeat: `{shlex.join(command)}`"
 
 
 def _tell(
     found: Mapping[str, Any],
     best: results.Configuration | None,
     directory: Path,
+    report: Path | None,
     uri: str,
     owed: int,
     mirror: tracking.Mirror,
@@ -267,6 +282,8 @@ def _tell(
         text = f"no best: no finished trial has reported {found['metric']}, by which the sweep ranks"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(f"results: {directory}", highlight=False)
+    if report:
+        console.print(f"report:  {report}", highlight=False, soft_wrap=True)
     if owed:
         text = (
             f"MLflow could not be reached ({mirror.last_error}); {owed} lines and endings wait in the directory. "

@@ -142,14 +142,14 @@ def test_declared_pictures_are_drawn_with_their_numbers():
 
 def test_an_algorithms_own_pictures_come_with_the_run(finished_sweep, tmp_path):
     directory = shutil.copytree(finished_sweep / "trials" / "0003", tmp_path / "0003")
-    figures = directory / "artifacts" / "figures"
-    figures.mkdir()
+    figures = directory / "artifacts" / "1-fedavg.train" / "portraits"
+    figures.mkdir(parents=True)
     (figures / "norms.json").write_text(json.dumps(Bars(**AXES, groups=["a"], series={"s": [1.0]}).to_json()))
     (figures / "bad.json").write_text('{"kind": "Bars", "title": 3}')
     found = read_run(directory)
     (own,) = (p for p in pictures(found) if p.name.startswith("own-"))
     assert (own.name, own.caption) == ("own-norms", "Norms. Fig. 1")
-    assert any("figures/bad.json is not shown: not a Bars" in note for note in found.notes)
+    assert any("the picture bad is not shown: not a Bars" in note for note in found.notes)
 
 
 # Comparisons ----------------------------------------------------------------------------------------------------------

@@ -124,11 +124,11 @@ def test_a_sweep_is_mirrored_while_it_runs(uri, sweep):
     m.watch("0000")
     sweep.rounds("0000", 1, 5)
     # MLflow stores a batch's metrics before its tags.
-    wait(lambda: m.run_id("0000") and "orchestrator.phase" in client(uri).get_run(m.run_id("0000")).data.tags)
+    wait(lambda: m.run_id("0000") and "phase" in client(uri).get_run(m.run_id("0000")).data.tags)
     wait(lambda: len(history(uri, m.run_id("0000"), "generic/acc")) == 5)
     run = client(uri).get_run(m.run_id("0000"))
     assert run.info.status == "RUNNING"
-    assert run.data.tags["orchestrator.phase"] == "fedavg.train"
+    assert run.data.tags["phase"] == "fedavg.train"
     sweep.rounds("0000", 6, 9, phase="ecl.train")
     (folder / "artifacts" / "tables").mkdir()
     (folder / "artifacts" / "tables" / "per_class.csv").write_text("class,acc\n0,1\n")
@@ -143,7 +143,7 @@ def test_a_sweep_is_mirrored_while_it_runs(uri, sweep):
     run, c = client(uri).get_run(run.info.run_id), client(uri)
     assert run.info.status == "FINISHED"
     assert run.info.run_name == "fedprox 0000"
-    assert run.data.tags["orchestrator.phase"] == "ecl.train"
+    assert run.data.tags["phase"] == "ecl.train"
     assert run.data.tags["git"] == "abc"
     assert run.data.params["algorithm.fedprox.mu"] == "0.01"
     assert run.inputs.dataset_inputs[0].dataset.name == "fashion_mnist"
