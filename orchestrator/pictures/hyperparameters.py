@@ -118,14 +118,14 @@ def pictures(
         order = sorted(range(len(opened)), key=lambda i: -shares[i])  # type: ignore[index]
         opened = [opened[i] for i in order]
     others = (
-        " Each point is a configuration; a line is the mean over those that share a value." if len(opened) > 1 else ""
+        " Each point is a configuration; squares are means over those that share a value." if len(opened) > 1 else ""
     )
     if len(scores) < FEWEST and len(opened) > 1:
         others += f" {len(scores)} configurations are too few to tell the importance of each; {FEWEST} are needed."
     yield Drawn("one", f"{metric} over each open hyperparameter.{others}", over_one(opened[:PANELS], scores, axis))
     if len(opened) > 1:
         a, b = opened[:2]
-        mean_over = ", mean over the others" if len(opened) > 2 else ""
+        mean_over = ", mean over the others; the best is framed" if _is_grid(a, b, scores) else "; the best is circled"
         yield Drawn("two", f"{metric} over {a.path} and {b.path}{mean_over}.", over_two(a, b, scores, axis, direction))
     if len(opened) > 2:
         caption = (
@@ -156,7 +156,8 @@ def _points(axes: Axes, knob: Knob, scores: Any, alone: bool) -> None:
     axes.scatter(x, scores, s=14, color=own.colour, alpha=0.45, linewidths=0)
     if alone or (few and 2 * len(knob.names) <= len(scores)):
         groups = [(x[places == i][0], scores[places == i].mean()) for i in range(len(knob.names))]
-        axes.plot(*zip(*groups, strict=True), color=look(1).colour, marker=look(1).marker)
+        line = "-" if knob.numeric else ""
+        axes.plot(*zip(*groups, strict=True), color=look(1).colour, marker=look(1).marker, linestyle=line)
     if as_numbers:
         logarithmic(axes, "x", knob.axis.tolist())
     else:
@@ -179,11 +180,16 @@ def over_one(opened: Sequence[Knob], scores: Any, axis: str) -> Figure:
     return figure
 
 
+def _is_grid(a: Knob, b: Knob, scores: Any) -> bool:
+    """Tell whether two hyperparameters take few values each, in most combinations."""
+    return max(len(a.names), len(b.names)) <= DISCRETE and 2 * len(scores) >= len(a.names) * len(b.names)
+
+
 def over_two(a: Knob, b: Knob, scores: Any, axis: str, direction: int) -> Figure:
     """Draw the result over two hyperparameters: a heat map (BPFed Fig. 4), or points where they lie anywhere."""
     figure, axes = roomy(3.4)
     name(axes, f"{plain(a.label, 20)} and {plain(b.label, 20)}", a.path, b.path)
-    if max(len(a.names), len(b.names)) <= DISCRETE and 2 * len(scores) >= len(a.names) * len(b.names):
+    if _is_grid(a, b, scores):
         values = np.full((len(b.names), len(a.names)), np.nan)
         for row in range(values.shape[0]):
             for col in range(values.shape[1]):

@@ -139,7 +139,7 @@ def legend(axes: Axes) -> None:
     longest = max(map(len, labels))
     columns = min(len(labels), 1 if longest > 36 else 2 if longest > 20 else 3)
     figure: Any = axes.get_figure()
-    before, extra = figure.get_figheight(), 0.1 + 0.19 * -(-len(labels) // columns)
+    before, extra = figure.get_figheight(), 0.13 + 0.168 * -(-len(labels) // columns)
     after = before + extra
     figure.set_figheight(after)
     if figure.get_layout_engine() is None:
