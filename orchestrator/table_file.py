@@ -119,11 +119,11 @@ def take(document: Document, path: Path | None) -> Table | None:
     about = tree.pop("table")
     if tree.get("cases") is not None:
         raise _wrong(document, ("cases",), "rows and columns of the table are the cases; remove one of the two")
+    known = ["published", "rows", "columns", "note", *Reading.model_fields]
+    if unknown := [key for key in about if key not in known] if isinstance(about, dict) else []:
+        raise _wrong(document, ("table", unknown[0]), f"unknown key; {nearest(unknown[0], known)}")
     if path is None or not isinstance(about, dict) or not {"published", "rows", "columns"} <= about.keys():
         raise _wrong(document, ("table",), "must be a mapping with published, rows and columns, in a file")
-    known = ["published", "rows", "columns", "note", *Reading.model_fields]
-    if unknown := [key for key in about if key not in known]:
-        raise _wrong(document, ("table", unknown[0]), f"unknown key; {nearest(unknown[0], known)}")
     published = _published(document, about["published"], path.with_name(PUBLISHED))
     rows, columns = (_lines(document, about[side], ("table", side)) for side in ("rows", "columns"))
     _complete(document, published, rows, columns)
@@ -168,6 +168,8 @@ def check(sweep: Sweep) -> None:
 
 def _published(document: Document, name: Any, path: Path) -> Published:
     """Read one table of the file with the published numbers."""
+    if not path.is_file():
+        raise _wrong(document, ("table", "published"), f"there is no {path}, which must hold what the paper prints")
     there = parse(load(path), lambda line, column: f"{path}:{line}:{column}")
     tables = there.value if isinstance(there.value, dict) else {}
     if name not in tables:
@@ -226,15 +228,14 @@ def _complete(document: Document, published: Published, rows: list[_Line], colum
             if label not in have and label not in published.left_out:
                 text = f"'{label}' is lacking; add it, or say under left_out in {PUBLISHED} why it is not run"
                 raise _wrong(document, ("table", side), text)
-    known = {label for column in columns for label in (column.label, *column.parts)}
-    for row in rows:
-        for path, layer in row.layers:
-            own = layer.get("columns", {})
-            for label in own:
-                if label not in known:
-                    raise _wrong(
-                        document, (*path, "columns", label), f"there is no such column; {nearest(label, known)}"
-                    )
+    known = {label for column in columns for label in (*column.parts, column.label)}
+    for path, layer in (layer for row in rows for layer in row.layers):
+        own = layer.get("columns", {})
+        if not isinstance(own, dict) or not all(isinstance(part, dict) for part in own.values()):
+            raise _wrong(document, (*path, "columns"), "must be a mapping of columns to parts of an experiment")
+        if strange := [label for label in own if label not in known]:
+            text = f"there is no such column; {nearest(strange[0], {part for c in columns for part in c.parts})}"
+            raise _wrong(document, (*path, "columns", strange[0]), text)
 
 
 def _groups(lines: list[_Line]) -> tuple[tuple[str, ...], ...]:

@@ -238,7 +238,7 @@ class Report:
         head, *rows = self._grid("\n")
         grid = Grid(show_lines=True)
         for i, column in enumerate(head):
-            grid.add_column(column, justify="right" if i else "left")
+            grid.add_column(column.replace(", ", ",\n"), justify="right" if i else "left", overflow="fold")
         for row in rows:
             grid.add_row(*(cell.replace("[", r"\[") for cell in row))
         return grid
