@@ -98,7 +98,7 @@ class Table:
     published: Published
     cells: tuple[Cell, ...]
     note: str
-    compared: tuple[tuple[str, ...], ...]  #: labels of methods, whose order is the paper's claim
+    compared: Mapping[str, tuple[str, ...]]  #: what methods are compared on -> their labels; their order is the claim
     by_rows: bool  #: whether they are rows
 
 
@@ -238,12 +238,13 @@ def _complete(document: Document, published: Published, rows: list[_Line], colum
             raise _wrong(document, (*path, "columns", strange[0]), text)
 
 
-def _groups(lines: list[_Line]) -> tuple[tuple[str, ...], ...]:
-    """Group the methods by what they are compared on: all labels but the last."""
-    groups: dict[tuple[str, ...], list[str]] = {}
+def _groups(lines: list[_Line]) -> dict[str, tuple[str, ...]]:
+    """Group the methods by all labels but the last."""
+    groups: dict[str, tuple[str, ...]] = {}
     for line in lines:
-        groups.setdefault(line.parts[:-1], []).append(line.label)
-    return tuple(map(tuple, groups.values()))
+        shared = ", ".join(line.parts[:-1])
+        groups[shared] = (*groups.get(shared, ()), line.label)
+    return groups
 
 
 def _locate(document: Document, case: Keys, layers: list[tuple[Keys, Mapping[str, Any]]]) -> None:

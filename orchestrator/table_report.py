@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 from statistics import mean, stdev
@@ -111,51 +111,50 @@ class Claim:
     """Whether the methods come out in the paper's order, in one column (or, where methods are columns, in one row)."""
 
     where: str
-    best: str  #: the paper's best of those that were run
+    ran: str  #: how many of the methods
+    best: str  #: the paper's best of these
     ours: str  #: our best
     agreed: int  #: pairs of methods in the paper's order
     pairs: int
 
     def __str__(self) -> str:
         """Say it in a sentence."""
-        first = f"the paper's best, {self.best}, is the best here too"
-        if self.best != self.ours:
-            first = f"the paper's best, {self.best}, is not the best here, which is {self.ours}"
-        return f"{self.where}: {first}; {self.agreed} of {self.pairs} pairs are in the paper's order"
+        here = "the best here too" if self.best == self.ours else f"not the best here, which is {self.ours}"
+        best = f"of {self.ran} methods that ran, the paper's best, {self.best}, is {here}"
+        return f"{self.where}: {best}; {self.agreed} of {self.pairs} pairs are in the paper's order"
 
 
 def claims(table: Table, outcomes: Sequence[Outcome]) -> list[Claim]:
     """Compare the order of the methods, wherever at least two have been run to the end."""
     found = []
-    lines = table.published.columns if table.by_rows else tuple(table.published.rows)
-    for group in table.compared:
-        for line in lines:
-            here = [o for o in outcomes if line == (o.cell.column if table.by_rows else o.cell.row)]
-            there = {(o.cell.row if table.by_rows else o.cell.column): o for o in here if o.difference is not None}
-            there = {label: there[label] for label in group if label in there}
-            readings = [o.cell.reading for o in there.values()]
-            if len(there) < 2 or any(reading is None or reading.metric in CLASSIFIER for reading in readings):
+    for shared, group in table.compared.items():
+        for line in table.published.columns if table.by_rows else table.published.rows:
+            scores = _scores(table, outcomes, group, line)
+            if len(scores) < 2:
                 continue
-            sign = -1 if any(reading and reading.reaches is not None for reading in readings) else 1
-            scores = {label: (sign * (o.cell.published or 0.0), sign * (o.ours or 0.0)) for label, o in there.items()}
             apart = [(a, b) for a, b in combinations(scores.values(), 2) if a[0] != b[0]]
             agreed = sum((a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in apart)
-            shared = _shared(group)
-            best, ours = (max(scores, key=by).removeprefix(f"{shared}, ") for by in _sides(scores))
-            where = ", ".join(part for part in (shared, line) if part)
-            found.append(Claim(where, best, ours, agreed, len(apart)))
+            by_paper, by_us = (sorted(scores, key=lambda label, i=i: -scores[label][i]) for i in (0, 1))  # type: ignore[misc]
+            best, ours = (labels[0].removeprefix(f"{shared}, ") for labels in (by_paper, by_us))
+            ran = f"{len(scores)} of {len(group)}" if len(scores) < len(group) else f"{len(scores)}"
+            found.append(Claim(", ".join(filter(None, (shared, line))), ran, best, ours, agreed, len(apart)))
     return found
 
 
-def _sides(scores: Mapping[str, tuple[float, float]]) -> list[Callable[[str], float]]:
-    """Return the score by the paper and by us, as functions of the label."""
-    return [lambda label: scores[label][0], lambda label: scores[label][1]]
-
-
-def _shared(labels: Sequence[str]) -> str:
-    """Return what all labels of a group begin with, if it is a group of several."""
-    heads = {label.rpartition(", ")[0] for label in labels}
-    return heads.pop() if len(heads) == 1 else ""
+def _scores(
+    table: Table, outcomes: Sequence[Outcome], group: Sequence[str], line: str
+) -> dict[str, tuple[float, float]]:
+    """Return the published number and ours of each method in one line; more is better, so rounds count negative."""
+    scores = {}
+    for o in outcomes:
+        method, place = (o.cell.row, o.cell.column) if table.by_rows else (o.cell.column, o.cell.row)
+        reading = o.cell.reading
+        if method not in group or place != line or reading is None or reading.metric in CLASSIFIER:
+            continue
+        if o.cell.published is not None and o.ours is not None:
+            sign = 1 if reading.reaches is None else -1
+            scores[method] = sign * o.cell.published, sign * o.ours
+    return scores
 
 
 # In words -------------------------------------------------------------------------------------------------------------
@@ -274,8 +273,5 @@ class Report:
                 }
                 for o in self.outcomes
             ],
-            "order": [
-                {"where": c.where, "published_best": c.best, "our_best": c.ours, "agreed": c.agreed, "pairs": c.pairs}
-                for c in claims(self.table, self.outcomes)
-            ],
+            "order": [asdict(c) for c in claims(self.table, self.outcomes)],
         }

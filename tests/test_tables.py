@@ -341,18 +341,18 @@ def table_of(numbers, groups=None, **reading):
     read_ = Reading.model_validate({"metric": "generic/acc"} | reading)
     cells = tuple(Cell(label, "c", float(p), 0, read_) for label, (p, _) in numbers.items())
     outcomes = [Outcome(c, () if numbers[c.row][1] is None else (numbers[c.row][1],), "") for c in cells]
-    return Table(published, cells, "", groups or (tuple(numbers),), True), outcomes
+    return Table(published, cells, "", groups or {"": tuple(numbers)}, True), outcomes
 
 
 def test_the_order_of_methods():
     table, outcomes = table_of({"a": (10, 30.0), "b": (20, 10.0), "c": (20, 20.0), "best": (40, 25.0), "d": (50, None)})
     (claim,) = claims(table, outcomes)  # pairs: a-b no, a-c no, a-best no, b-best yes, c-best yes; b-c is a tie
     assert (claim.where, claim.best, claim.ours, claim.agreed, claim.pairs) == ("c", "best", "a", 2, 5)
-    assert "is not the best here, which is a" in str(claim)
+    assert "of 4 of 5 methods that ran, the paper's best, best, is not the best here, which is a" in str(claim)
     (fast,) = claims(*table_of({"slow": (83, 80.0), "fast": (62, 70.0)}, reaches=0.33))
     assert (fast.best, fast.ours, fast.agreed, fast.pairs) == ("fast", "fast", 1, 1)
     assert not claims(*table_of({"a": (10, 30.0), "b": (20, None)})), "one alone has no order"
-    groups = (("x, a", "x, b"), ("y, a", "y, b"))
+    groups = {"x": ("x, a", "x, b"), "y": ("y, a", "y, b")}
     numbers = {"x, a": (1, 1.0), "x, b": (2, 2.0), "y, a": (9, 9.0), "y, b": (8, 9.5)}
     apart = claims(*table_of(numbers, groups))
     assert [(c.where, c.best, c.ours, c.agreed) for c in apart] == [("x, c", "b", "b", 1), ("y, c", "a", "b", 0)]
