@@ -102,13 +102,16 @@ class Table:
     by_rows: bool  #: whether they are rows
 
 
+_Layer = tuple[Keys, Mapping[str, Any]]  # where a part of an experiment stands, and what it says
+
+
 @dataclass(frozen=True)
 class _Line:
-    """A row or a column: its label, the labels it is made of, and what each of these says, with its place."""
+    """A row or a column: its label, the labels it is made of, and what each of these says."""
 
     label: str
     parts: tuple[str, ...]
-    layers: tuple[tuple[Keys, Mapping[str, Any]], ...]
+    layers: tuple[_Layer, ...]
 
 
 def take(document: Document, path: Path | None) -> Table | None:
@@ -127,7 +130,7 @@ def take(document: Document, path: Path | None) -> Table | None:
     published = _published(document, about["published"], path.with_name(PUBLISHED))
     rows, columns = (_lines(document, about[side], ("table", side)) for side in ("rows", "columns"))
     _complete(document, published, rows, columns)
-    common = (("table",), {key: about[key] for key in Reading.model_fields if key in about})
+    common: _Layer = (("table",), {key: about[key] for key in Reading.model_fields if key in about})
     cases, cells = list[dict[str, Any]](), dict[tuple[str, str], Cell]()
     for row, column in product(rows, columns):
         if (value := published.value(row.label, column.label)) == "-":
@@ -143,12 +146,12 @@ def take(document: Document, path: Path | None) -> Table | None:
     if not cases:
         raise _wrong(document, ("table",), f"{PUBLISHED} has a number for none of its cells")
     tree["cases"] = cases
-    by_rows = any("algorithm" in layer for row in rows for _, layer in row.layers)
     shown = [
         cells.get((row, column), Cell(row, column, value))
         for row, column in product(published.rows, published.columns)
         if (value := published.value(row, column)) != "-"
     ]
+    by_rows = any("algorithm" in layer for row in rows for _, layer in row.layers)
     return Table(published, tuple(shown), str(about.get("note", "")), _groups(rows if by_rows else columns), by_rows)
 
 
@@ -172,8 +175,10 @@ def _published(document: Document, name: Any, path: Path) -> Published:
         raise _wrong(document, ("table", "published"), f"there is no {path}, which must hold what the paper prints")
     there = parse(load(path), lambda line, column: f"{path}:{line}:{column}")
     tables = there.value if isinstance(there.value, dict) else {}
-    if name not in tables:
-        raise _wrong(document, ("table", "published"), f"{path} has no table '{name}'; {nearest(str(name), tables)}")
+    if not isinstance(name, str) or name not in tables:
+        raise _wrong(
+            document, ("table", "published"), f"{path} has no table {short(name)}; {nearest(str(name), tables)}"
+        )
     if found := problems(tables[name], Published):
         paths = [(each, (name, *each.path)) for each in found]
         raise InputError([told(there.place(at, each.key), dotted(at), each.text) for each, at in paths])
@@ -196,7 +201,7 @@ def _lines(document: Document, value: Any, path: Keys) -> list[_Line]:
     ]
 
 
-def _exceptions(row: _Line, column: _Line) -> Iterator[tuple[Keys, Mapping[str, Any]]]:
+def _exceptions(row: _Line, column: _Line) -> Iterator[_Layer]:
     """Yield what a row says for this column alone, which goes by its label or one that is part of it."""
     for path, layer in row.layers:
         own = layer.get("columns", {})
@@ -205,14 +210,13 @@ def _exceptions(row: _Line, column: _Line) -> Iterator[tuple[Keys, Mapping[str, 
                 yield (*path, "columns", label), own[label]
 
 
-def _reading(document: Document, given: dict[str, Any], layers: list[tuple[Keys, Mapping[str, Any]]]) -> Reading:
+def _reading(document: Document, given: dict[str, Any], layers: list[_Layer]) -> Reading:
     """Check what is to be read, and show a mistake where it stands."""
     if found := problems(given, Reading):
-        for each in found:
-            key = str(each.path[0]) if each.path else "metric"
-            place = next((at for at, layer in reversed(layers) if key in layer), layers[-1][0])
-            text = "is lacking: name what the paper reports" if key not in given else each.text
-            raise _wrong(document, (*place, key), text)
+        key = str(found[0].path[0])
+        place = next((at for at, layer in reversed(layers) if key in layer), layers[-1][0])
+        text = found[0].text if key in given else "is lacking: name what the paper reports"
+        raise _wrong(document, (*place, key), text)
     return Reading.model_validate(given)
 
 
@@ -247,7 +251,7 @@ def _groups(lines: list[_Line]) -> dict[str, tuple[str, ...]]:
     return groups
 
 
-def _locate(document: Document, case: Keys, layers: list[tuple[Keys, Mapping[str, Any]]]) -> None:
+def _locate(document: Document, case: Keys, layers: list[_Layer]) -> None:
     """Let what a case says stand where its row and its column say it."""
     document.places[case] = document.places.get(layers[-1][0], ("", ""))
     for path, _ in layers[1:]:

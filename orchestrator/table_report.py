@@ -80,7 +80,8 @@ def outcome(cell: Cell, published: Published, trials: Mapping[str, Path], missin
         label = cell.row if cell.row in published.left_out else cell.column
         return Outcome(cell, (), "not run here", published.left_out[label])
     ended = {id: path for id, path in trials.items() if path.is_dir() and status_of(path)["status"] == "FINISHED"}
-    scale = 100.0 if published.unit == "percent" else 1.0
+    accuracy = cell.reading.reaches is None and cell.reading.metric not in CLASSIFIER
+    scale = 100.0 if accuracy and published.unit == "percent" else 1.0
     found = [measure(path, cell.reading) for path in ended.values()]
     values = tuple(scale * value for value in found if value is not None)
     told: dict[str, Any] = {"cell": cell, "values": values, "trials": tuple(ended)}
