@@ -135,8 +135,9 @@ def claims(table: Table, outcomes: Sequence[Outcome]) -> list[Claim]:
                 continue
             apart = [(a, b) for a, b in combinations(scores.values(), 2) if a[0] != b[0]]
             agreed = sum((a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in apart)
-            by_paper, by_us = (sorted(scores, key=lambda label, i=i: -scores[label][i]) for i in (0, 1))  # type: ignore[misc]
-            best, ours = (labels[0].removeprefix(f"{shared}, ") for labels in (by_paper, by_us))
+            best = max(scores, key=lambda label: scores[label][0])
+            ours = max(scores, key=lambda label: (scores[label][1], label == best))  # a tie is no defeat
+            best, ours = (label.removeprefix(f"{shared}, ") for label in (best, ours))
             ran = f"{len(scores)} of {len(group)}" if len(scores) < len(group) else f"{len(scores)}"
             found.append(Claim(", ".join(filter(None, (shared, line))), ran, best, ours, agreed, len(apart)))
     return found

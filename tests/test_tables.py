@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from statistics import mean, stdev
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -17,6 +18,7 @@ import search_spaces
 from algorithms.params import Params
 from orchestrator import tune
 from orchestrator.checkpoint import RunDirectory, set_status, write_json
+from orchestrator.data import load
 from orchestrator.experiment import InputError, dump_sweep, filled_in, read
 from orchestrator.plan import plan
 from orchestrator.space import trials
@@ -352,6 +354,8 @@ def test_the_order_of_methods():
     (fast,) = claims(*table_of({"slow": (83, 80.0), "fast": (62, 70.0)}, reaches=0.33))
     assert (fast.best, fast.ours, fast.agreed, fast.pairs) == ("fast", "fast", 1, 1)
     assert not claims(*table_of({"a": (10, 30.0), "b": (20, None)})), "one alone has no order"
+    (tie,) = claims(*table_of({"a": (10, 30.0), "b": (20, 30.0)}))
+    assert (tie.best, tie.ours, tie.agreed, tie.pairs) == ("b", "b", 0, 1), "a tie is no defeat, but no order either"
     groups = {"x": ("x, a", "x, b"), "y": ("y, a", "y, b")}
     numbers = {"x, a": (1, 1.0), "x, b": (2, 2.0), "y, a": (9, 9.0), "y, b": (8, 9.5)}
     apart = claims(*table_of(numbers, groups))
@@ -454,6 +458,30 @@ def test_a_table_from_end_to_end(tmp_path, capsys):
     (tmp_path / "toy.yaml").write_text(small.replace("lr: 0.05", "lr: 0.01"))
     assert main([file, "--show", "--out", str(out)]) == 2
     assert "holds this table with other settings" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_trials_whose_data_come_later_join_the_others(tmp_path, monkeypatch):
+    toy(tmp_path, [10, 20], [30, 40])
+    monkeypatch.setenv("ORCHESTRATOR_DATA", str(tmp_path))
+    command = [sys.executable, "-m", "orchestrator.table", str(tmp_path / "toy.yaml"), "--budget", "0.4"]
+    command += ["--out", str(tmp_path / "runs"), "--num-cpus", "1", "--quiet"]
+    folder = tmp_path / "runs" / "toy-budget0.4"
+    assert subprocess.run(command, capture_output=True, timeout=240, check=False).returncode == 0
+    before = {path: path.read_bytes() for path in folder.glob("trials/*/metrics.jsonl")}
+    digits = load("digits")
+    arrays = {name: getattr(digits, name) for name in ("x_train", "y_train", "x_test", "y_test")}
+    np.savez(tmp_path / "nowhere.npz", **arrays)
+    assert subprocess.run(command, capture_output=True, timeout=240, check=False).returncode == 0
+    _, cells = found_in(folder)
+    assert {c["mark"] for c in cells.values()} == {"reduced budget"}
+    assert cells["FedAvg", "elsewhere, GM"]["trials"] == ["0001"]
+    for kind in ("GM", "PM"):
+        assert cells["FedAvg", f"elsewhere, {kind}"]["ours"] == cells["FedAvg", f"here, {kind}"]["ours"], "same images"
+    assert (
+        before.items()
+        <= {path.parent.name: path.read_bytes() for path in folder.glob("trials/*/metrics.jsonl")}.items()
+    )
 
 
 def test_a_table_that_cannot_run_here_says_why(tmp_path, capsys):
