@@ -15,7 +15,7 @@ from algorithms.priors import ESTIMATED
 DEFAULT = "fedavg"
 
 #: Files that are no algorithm.
-SHARED = {"__init__", "base", "params", "losses", "priors", "maths", "heads", "federated_features", "parts"}
+SHARED = {"__init__", "base", "params", "losses", "priors", "maths", "heads", "federated_features", "parts", "pictures"}
 
 
 def names() -> list[str]:

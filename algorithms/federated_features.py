@@ -204,18 +204,23 @@ def embed(similarity: Tensor) -> Tensor:
 
 def clusters(similarity: Tensor, kappa_min: int, kappa_max: int, seed: int) -> list[int]:
     """Return each client's cluster, by k-means with the kappa whose mean silhouette is largest (eqs. 9-13)."""
+    tried = groupings(similarity, kappa_min, kappa_max, seed)
+    return max(tried, key=lambda found: found[0])[1] if tried else [0] * len(similarity)
+
+
+def groupings(similarity: Tensor, kappa_min: int, kappa_max: int, seed: int) -> list[tuple[float, list[int]]]:
+    """Return the mean silhouette and the clusters for each kappa that is possible."""
     from sklearn.cluster import KMeans  # slow to import
     from sklearn.metrics import silhouette_score
 
     most = len(similarity) - 1
     x, d = embed(similarity).numpy(), (1 - similarity).numpy()
-    best, chosen = -math.inf, [0] * len(x)
+    tried = []
     for kappa in range(min(kappa_min, most), min(kappa_max, most) + 1) if most > 1 else ():
         found = KMeans(kappa, n_init=10, random_state=seed).fit_predict(x).tolist()
         score = silhouette_score(d, found, metric="precomputed") if len(set(found)) > 1 else -1.0
-        if score > best:
-            best, chosen = score, found
-    return chosen
+        tried.append((float(score), found))
+    return tried
 
 
 def cluster_means(cluster: Sequence[int], delta: Sequence[Params]) -> list[Params]:

@@ -6,6 +6,7 @@
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -65,7 +66,9 @@ def main() -> None:
         found = json.loads((folder / "runs" / "many" / "summary.json").read_text())["trials"]
         assert [t["status"] for t in found] == ["FINISHED"] * trials
         own = statistics.mean(t["seconds"] for t in found)
-        print(f"{trials} trials of {own:.2f} s each in {wall:.0f} s: {wall / trials:.2f} s of wall time per trial")
+        slots = min(len(os.sched_getaffinity(0)), trials)  # a trial needs one CPU here
+        print(f"{trials} trials of {own:.2f} s each, {slots} at a time, in {wall:.0f} s from the command to its end: ")
+        print(f"  {wall * slots / trials - own:.2f} s a trial besides its rounds")
         for share in (0.1, 0.25, 0.5, 0.75, 0.95):
             at = [m for n, m in samples if abs(n / trials - share) < 0.05]
             print(f"  memory after {share:.0%} of the trials: {statistics.median(at):.0f} MB" if at else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import os
@@ -60,6 +61,22 @@ def decode(value: Any, store: Mapping[str, Tensor]) -> Any:
     if "$tuple" in value:
         return tuple(decode(v, store) for v in value["$tuple"])
     return {decode(k, store): decode(v, store) for k, v in value["$dict"]}
+
+
+def pack(value: Any) -> bytes:
+    """Return a value as the bytes of a safetensors file."""
+    store: dict[str, Tensor] = {}
+    tree = json.dumps(encode(value, store))
+    return bytes(save_tensors(store, {"schema": str(SCHEMA), "tree": tree}))
+
+
+def unpack(content: bytes, path: Path) -> Any:
+    """Return what `pack` was given; no code in it is run."""
+    try:
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        return decode(json.loads(header["__metadata__"]["tree"]), load_tensors(content))
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} is not a file of ours: {error}") from None
 
 
 def fingerprint(*values: Any) -> str:
@@ -230,6 +247,24 @@ class RunDirectory:
             shutil.copytree(table, self.path / "artifacts" / table.name, dirs_exist_ok=True)
         self._link(source, unscored=last if scores_due else None)
 
+    def write_tables(self, title: str, tables: Mapping[str, list[dict[str, Any]]]) -> None:
+        """Write the results of a phase per class and per client."""
+        folder = self.path / "artifacts" / title
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, rows in tables.items():
+            if rows:
+                with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+                    writer = csv.DictWriter(file, list(rows[0]))
+                    writer.writeheader()
+                    writer.writerows(rows)
+
+    def write_portraits(self, title: str, portraits: Mapping[str, Any]) -> None:
+        """Write the pictures that a method gives of itself, as data."""
+        folder = self.path / "artifacts" / title / "portraits"
+        for name, picture in portraits.items():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / f"{name}.json", picture)
+
     def exchange(self, source: Path, whose: str) -> None:
         """Continue with the state of another run; of its log only those rounds are taken over that are lacking here."""
         for line in RunDirectory(source).lines():
@@ -251,9 +286,7 @@ class RunDirectory:
         self._packs = []
 
     def _put(self, name: str, value: Any) -> None:
-        store: dict[str, Tensor] = {}
-        tree = json.dumps(encode(value, store))
-        content = save_tensors(store, {"schema": str(SCHEMA), "tree": tree})
+        content = pack(value)
         write(self.checkpoints / name, content)
         self._hashes[name] = hashlib.sha256(content).hexdigest()
 
@@ -264,8 +297,4 @@ class RunDirectory:
         content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != self._hashes.get(name):
             raise CheckpointError(f"{path} is damaged: its sha256 differs; remove the trial's directory to run it anew")
-        try:
-            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-            return decode(json.loads(header["__metadata__"]["tree"]), load_tensors(content))
-        except (SafetensorError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{path} is not a checkpoint of ours: {error}") from None
+        return unpack(content, path)

@@ -38,7 +38,7 @@ CALL, MEMORY, SAMPLING, SERVER = range(4)
 class Job:
     """A client method to run on some clients: all that a worker needs to know besides the shared values."""
 
-    task: str  #: "run" a client method, "predict" with the generic model, or "count" hits
+    task: str  #: "run" a client method, "predict" with the generic model, "count" hits, or take "moments"
     part: int  #: which algorithm of the chain
     method: str
     ids: tuple[int, ...]
@@ -51,6 +51,7 @@ class Job:
     each: Mapping[int, Any] | None = None  #: one more argument for each client
     proxy: Tensor | None = None  #: the class prior that an earlier algorithm has estimated
     skip_bad: bool = False  #: leave out an update that is not finite instead of failing
+    also: tuple[Algorithm, ...] = ()  #: count hits with these settings of the algorithm too
 
 
 @dataclass
@@ -297,6 +298,8 @@ class Worker:
 
     def features(self, w: Model, x: Tensor) -> Tensor:
         """Return the body's features; batch norm trains exactly where its weights are being trained."""
+        if self._memo is not None:  # in two pieces, so that clients that differ in the last stage share the rest
+            return self.stage(w, self.stem(w, x))
         return self._through("body", w, x)
 
     def stem(self, w: Model, x: Tensor) -> Tensor:
@@ -312,7 +315,7 @@ class Worker:
         if self._memo is not None:
             for module, _ in self.norms:
                 module.eval()
-            # While predicting, clients that share a body share its features. Holding the tensors keeps keys unique.
+            # While predicting, what weights make of x is shared by all who share these; held, so that keys stay unique.
             key = piece, x.data_ptr(), *((t.data_ptr(), t._version) for t in weights.values())
             if key not in self._memo:
                 self._memo[key] = (x, *weights.values()), functional_call(self._pieces[piece], weights, (x,))
@@ -395,6 +398,7 @@ class Worker:
             "run": self._run,
             "predict": partial(evaluate.predict, self),
             "count": partial(evaluate.count, self),
+            "moments": partial(evaluate.moments, self),
         }
         tasks[job.task](job, place(shared, self.device), place(origin, self.device), result)
         return result

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import time
+import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from algorithms.base import Algorithm, State, Sum
+from algorithms.base import Algorithm, Model, State, Sum
 from algorithms.losses import Loss
 from algorithms.params import Params
+from algorithms.portraits import Sitting, portraits
 from orchestrator.checkpoint import CheckpointError, RunDirectory, fingerprint
 from orchestrator.client import CPU, SAMPLING, SERVER, Job, Result, Worker, network, own, place, size, stream
 from orchestrator.data import Dataset, Split, split
@@ -132,7 +133,9 @@ class Driver:
         engine: Engine,
         directory: Path | None = None,
         device: torch.device = CPU,
+        also: Mapping[str, Algorithm] | None = None,
     ) -> None:
+        """Take up the run of a directory, or begin it; `also`: settings to score in the end besides its own."""
         self.experiment, self.dataset, self.split, self.engine = experiment, dataset, split, engine
         self.device = device  # where the server's half computes; what is kept is on the CPU
         self.parts: tuple[Algorithm, ...] = experiment.chain().parts
@@ -146,6 +149,7 @@ class Driver:
         self.proxy: torch.Tensor | None = None  # the class prior that an algorithm has left in its field `prior`
         # Whether anything has gone by the share of rounds done; a loss that may change does.
         self.asked_progress = type(experiment.local.make_loss()).at is not Loss.at
+        self.also, self.scored_too = also or {}, dict[str, dict[str, Any]]()
         self._saved, self._write_s, self._changed = time.monotonic(), 0.0, set[int]()
         if not self._resume():
             self._enter(0, Params.of(network(experiment, dataset)))
@@ -207,11 +211,18 @@ class Driver:
         metrics = line["metrics"]
         if scores_due:
             started = time.perf_counter()
-            scores = self.evaluate()
+            also = self.also if self.done else {}
+            scores, *others = self.evaluate(tuple(also.values()))
             metrics |= scores.metrics()
             metrics["time/evaluate"] = time.perf_counter() - started
-            if turn.last:
-                self._tables(scores, turn)
+            if turn.last and self.directory:
+                self.directory.write_tables(turn.title, scores.tables())
+            self.scored_too = {
+                key: {"metrics": o.metrics(), "tables": o.tables(), "portraits": self._portraits(also[key])}
+                for key, o in zip(also, others, strict=False)
+            }
+        if self.directory and (self.done or self.plan[self.round].part != turn.part):
+            self.directory.write_portraits(turn.title, self._portraits(self.parts[self.part]))
         metrics["time/checkpoint"] = self._write_s
         metrics["time/round"] = metrics["time/train"] + metrics.get("time/evaluate", 0.0)
         line["time"] = time.time()
@@ -282,15 +293,19 @@ class Driver:
 
     # Evaluation ----------------------------------------------------------------------------------------------------
 
-    def evaluate(self) -> Scores:
-        """Score the generic model on the balanced test and every client's own model on its classes."""
+    def evaluate(self, also: tuple[Algorithm, ...] = ()) -> list[Scores]:
+        """Score the generic model on the balanced test and every client's own model on its classes.
+
+        Where only the clients' own predictions differ between settings of the algorithm, those given are scored too.
+        """
         self._pending = {}
-        scores = Scores(self.split, self.dataset.y_train, self.dataset.y_test)
         algorithm, what = self.parts[self.part], self.experiment.evaluate.what
         view = place(algorithm.view(self.server), CPU)
         somebody, blocks = self.selectable[0], self.tests.blocks
         one_for_all = type(algorithm).personal is Algorithm.personal
-        logits = None
+        if one_for_all or type(algorithm).generic is not Algorithm.generic:
+            also = ()
+        logits, generic, personal = None, None, None
         if "generic" in what or one_for_all:
             ranges = [(part[0], part[-1] + 1) for part in cut(range(len(blocks)))]
             job = Job("predict", self.part, "generic", (somebody,), memory=self._remembered([somebody]))
@@ -300,30 +315,50 @@ class Driver:
         if logits is not None and "generic" in what:
             labels = torch.from_numpy(self.dataset.y_test[self.tests.order])
             hits = labels[logits.argmax(1) == labels]
-            scores.generic = torch.bincount(hits, minlength=self.dataset.classes).numpy()
+            generic = torch.bincount(hits, minlength=self.dataset.classes).numpy()
         if "personal" in what:
             shared = one_for_all and logits is not None
             method = "shared" if shared else "personal"
             jobs = [
-                Job("count", self.part, method, part, memory=self._remembered(part)) for part in cut(self.selectable)
+                Job("count", self.part, method, part, memory=self._remembered(part), also=also)
+                for part in cut(self.selectable)
             ]
             results = self.engine.run(jobs, self.engine.put((logits, *view) if shared else view), self._origin)
             hits_of = {id: hits for result in results for id, hits in result.values.items()}
-            scores.personal = torch.stack([hits_of[id] for id in self.selectable]).numpy()
-        return scores
+            personal = torch.stack([hits_of[id] for id in self.selectable], dim=1).numpy()
+        return [
+            Scores(
+                self.split,
+                self.dataset.y_train,
+                self.dataset.y_test,
+                generic,
+                None if personal is None else personal[i],
+            )
+            for i in range(1 + len(also))
+        ]
 
-    def _tables(self, scores: Scores, turn: Turn) -> None:
-        """Write a phase's results per class and per client beside the run."""
-        if self.directory is None:
-            return
-        folder = self.directory.path / "artifacts" / f"{turn.number + 1}-{turn.name}"
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, rows in (("per_class", scores.per_class()), ("per_client", scores.per_client())):
-            if rows:
-                with (folder / f"{name}.csv").open("w", newline="") as file:
-                    writer = csv.DictWriter(file, list(rows[0]))
-                    writer.writeheader()
-                    writer.writerows(rows)
+    def _portraits(self, algorithm: Algorithm) -> dict[str, Any]:
+        """Return the pictures that belong to the method that is done; a run never fails for want of one."""
+        sitting = Sitting(
+            self.server,
+            {id: State(fields) for id, fields in self.memory.items()},
+            self.origin,
+            torch.from_numpy(self.split.counts),
+            self._moments,
+        )
+        try:
+            return {name: picture.to_json() for name, picture in portraits(algorithm, sitting).items()}
+        except Exception:
+            return {"error": traceback.format_exc()}
+
+    def _moments(self, w: Model) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean and variance of every class's features [classes, d] under a body; NaN for a class nobody has."""
+        jobs = [Job("moments", self.part, "", part) for part in cut(self.selectable)]
+        results = self.engine.run(jobs, self.engine.put((place(w, CPU),)), self._origin)
+        total = sum(value for result in results for value in result.values.values())
+        n, first, second = total.split([1, *[(total.shape[1] - 1) // 2] * 2], dim=1)  # type: ignore[union-attr]
+        mean = first / n
+        return mean, (second / n - mean**2).clamp_min(0)
 
     # What must not be lost -----------------------------------------------------------------------------------------
 

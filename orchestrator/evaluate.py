@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from orchestrator.data import Split
@@ -72,16 +73,20 @@ def predict(worker: Worker, job: Job, view: tuple[Any, ...], origin: Params, res
 
 
 def count(worker: Worker, job: Job, view: tuple[Any, ...], origin: Params, result: Result) -> None:
-    """Count each client's hits with its own model, or with the given logits where all share one model."""
+    """Count each client's hits with its own model, or with the given logits where all share one model.
+
+    What comes back is [setting, what, class]: the algorithm's own setting first, then those that are asked for too.
+    """
     shared: Tensor | None = view[0] if job.method == "shared" else None
     classes = worker.counts.shape[1]
     clients: list[tuple[Client, Tensor, IntArray]] = []
-    models: dict[int, Predictor | None] = {}
+    settings = worker.parts[job.part], *job.also
+    models: dict[int, list[Predictor | None]] = {}
     for id in job.ids:
         client = worker.client(id, job.part, job.memory, origin, 0)
         clients.append((client, (worker.counts[id] > 0), worker.tests.position[worker.split.test[id]]))
-        models[id] = None if shared is not None else worker.parts[job.part].personal(client, *view)
-        result.values[id] = torch.zeros(4, classes, dtype=torch.int64)
+        models[id] = [None if shared is not None else setting.personal(client, *view) for setting in settings]
+        result.values[id] = torch.zeros(len(settings), 4, classes, dtype=torch.int64)
     for c, start, stop in worker.tests.blocks:
         holders = [entry for entry in clients if entry[1][c]]
         if not holders:
@@ -89,24 +94,31 @@ def count(worker: Worker, job: Job, view: tuple[Any, ...], origin: Params, resul
         x = worker.images(worker.x_test, worker.tests.order[start : stop if shared is None else start])
         with worker.predicting():
             for client, owned, local in holders:
-                model = models[client.id]
-                logits = model(x) if model is not None else view[0][start:stop]
-                hit = logits.argmax(1) == c
-                inside = torch.as_tensor(local[(local >= start) & (local < stop)] - start, device=hit.device)
-                hits = result.values[client.id]
-                hits[OWNED, c] += int(hit.sum())
-                hits[MASKED, c] += int((logits.masked_fill(~owned, -math.inf).argmax(1) == c).sum())
-                hits[MATCHED, c] += int(hit[inside].sum())
+                inside = torch.as_tensor(local[(local >= start) & (local < stop)] - start, device=worker.device)
+                for model, hits in zip(models[client.id], result.values[client.id], strict=True):
+                    logits = model(x) if model is not None else view[0][start:stop]
+                    hit = logits.argmax(1) == c
+                    hits[OWNED, c] += int(hit.sum())
+                    hits[MASKED, c] += int((logits.masked_fill(~owned, -math.inf).argmax(1) == c).sum())
+                    hits[MATCHED, c] += int(hit[inside].sum())
     for client, _, _ in clients:
         rows = worker.split.validation[client.id]
-        model = models[client.id] or (worker.parts[job.part].generic(client, *view[1:]) if len(rows) else None)
-        for part in np.split(rows, range(BLOCK, len(rows), BLOCK)):
-            if model is None:
-                break
+        for part in np.split(rows, range(BLOCK, len(rows), BLOCK)) if len(rows) else ():
+            y, x = worker.y_train[part].to(worker.device), worker.images(worker.x_train, part)
             with worker.predicting():
-                y = worker.y_train[part].to(worker.device)
-                right = y[model(worker.images(worker.x_train, part)).argmax(1) == y]
-            result.values[client.id][HELD_OUT] += torch.bincount(right.cpu(), minlength=classes)
+                for own, hits in zip(models[client.id], result.values[client.id], strict=True):
+                    model = own or worker.parts[job.part].generic(client, *view[1:])
+                    if model is not None:
+                        hits[HELD_OUT] += torch.bincount(y[model(x).argmax(1) == y].cpu(), minlength=classes)
+
+
+def moments(worker: Worker, job: Job, view: tuple[Any, ...], origin: Params, result: Result) -> None:
+    """Return each client's sums over its training images, by class: ones, features, squared features."""
+    (w,) = view
+    for id in job.ids:
+        client = worker.client(id, job.part, {id: {}}, origin, 0)
+        h, own = client.embed(w).double(), F.one_hot(client.y, worker.counts.shape[1]).double().T
+        result.values[id] = torch.cat([own.sum(1, keepdim=True), own @ h, own @ h**2], dim=1).cpu()
 
 
 # On the driver -------------------------------------------------------------------------------------------------------
@@ -145,7 +157,15 @@ def _rates(hits: Any, totals: Any) -> Array:
 class Scores:
     """All counts of one evaluation, and what the papers make of them."""
 
-    def __init__(self, split: Split, y_train: IntArray, y_test: IntArray) -> None:
+    def __init__(
+        self,
+        split: Split,
+        y_train: IntArray,
+        y_test: IntArray,
+        generic: IntArray | None = None,
+        personal: IntArray | None = None,
+    ) -> None:
+        """Take hits of the generic model [class] and of the clients' own [client, what, class]."""
         classes = split.counts.shape[1]
         self.split, self.groups = split, groups(split.counts.sum(0))
         self.clients = np.flatnonzero(split.counts.sum(1) > 0)
@@ -155,8 +175,11 @@ class Scores:
             "validation": [np.bincount(y_train[rows], minlength=classes) for rows in split.validation],
         }
         self.matched, self.held_out = (np.stack(count[k])[self.clients] for k in ("test", "validation"))
-        self.generic: IntArray | None = None
-        self.personal: IntArray | None = None  # [client, what, class]
+        self.generic, self.personal = generic, personal
+
+    def tables(self) -> dict[str, list[dict[str, Any]]]:
+        """Return what is told per class and per client."""
+        return {"per_class": self.per_class(), "per_client": self.per_client()}
 
     def per_class(self) -> list[dict[str, Any]]:
         """Return a table with a row per class."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -467,6 +468,11 @@ def read_experiment(path: Path) -> Experiment:
 def dump(experiment: Experiment) -> str:
     """Write a resolved experiment as YAML that reads back to an equal one."""
     return emit(experiment.model_dump(mode="json"))
+
+
+def read_back(trial: Path) -> Experiment:
+    """Read the experiment that was written into a trial's directory."""
+    return Experiment.model_validate(yaml.safe_load((trial / "experiment.yaml").read_text(encoding="utf-8")))
 
 
 def filled_in(sweep: Sweep) -> Sweep:

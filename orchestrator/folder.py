@@ -10,11 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from orchestrator.checkpoint import RunDirectory, status_of, write, write_json
 from orchestrator.data import Dataset
-from orchestrator.experiment import Experiment, InputError, Search, Sweep, dump, dump_sweep, filled_in, read
+from orchestrator.experiment import InputError, Search, Sweep, dump, dump_sweep, filled_in, read, read_back
 from orchestrator.prefixes import Cache, prefixes
 from orchestrator.space import Trial, leaves, trials
 
@@ -61,8 +59,7 @@ def known(folder: Path) -> list[Trial]:
     for path in sorted((folder / "trials").iterdir()):
         if (path / "trial.json").is_file():
             about = json.loads((path / "trial.json").read_text(encoding="utf-8"))
-            experiment = Experiment.model_validate(yaml.safe_load((path / "experiment.yaml").read_text("utf-8")))
-            found.append(Trial(path.name, about["params"], experiment, about["name"]))
+            found.append(Trial(path.name, about["params"], read_back(path), about["name"]))
     return found
 
 
@@ -129,7 +126,7 @@ def extended(folder: Path, sweep: Sweep, wish: str) -> tuple[Sweep, list[Trial]]
 def lengthen(folder: Path, trial: Trial, cache: Cache, digest: str) -> bool:
     """Put a trial's results aside under the number of rounds they are of, so that it can be run with more."""
     path = folder / "trials" / trial.id
-    before = Experiment.model_validate(yaml.safe_load((path / "experiment.yaml").read_text("utf-8")))
+    before = read_back(path)
     if before.rounds >= trial.experiment.rounds:
         return False  # it has as many already, perhaps since an attempt that was interrupted
     if status_of(path)["status"] == "FINISHED":

@@ -26,6 +26,11 @@ class Turn:
         return self.round / self.rounds
 
     @property
+    def title(self) -> str:
+        """Name of what is written at the end of the phase."""
+        return f"{self.number + 1}-{self.name}"
+
+    @property
     def last(self) -> bool:
         """Whether the phase ends with this round."""
         return self.round + 1 == self.rounds

@@ -34,6 +34,7 @@ class Prefix:
     turn: int  #: how many rounds it has
     rounds: int  #: how many of these are in its last phase
     phase: str
+    title: str  #: of the tables at its end
     family: str  #: hash of all that determines it but `rounds`
     scored_by: str  #: hash of what its last evaluation depends on beyond that
 
@@ -64,7 +65,7 @@ def prefixes(experiment: Experiment, digest: str, device: str = "cpu") -> list[P
             ]
             sources = code(tuple(type(part) for part in chain[: turn.part + 1]))
             family = _hash([common, before, turn.name, [known for known, _ in told], sources])
-            found.append(Prefix(end, turn.rounds, turn.name, family, _hash(told[-1][1])))
+            found.append(Prefix(end, turn.rounds, turn.name, turn.title, family, _hash(told[-1][1])))
     return found
 
 
@@ -122,9 +123,15 @@ class Cache:
                 if prefix.turn - missing <= run.saved_round or entry is None or (missing and entry["progress"]):
                     continue
                 *lines, last = ({"reused": entry["trial"], **line} for line in RunDirectory(source).lines())
+                scored = None
                 if stale := bool(missing or entry["scored_by"] != prefix.scored_by):
                     last["metrics"] = {k: v for k, v in last["metrics"].items() if not k.startswith(SCORES)}
-                run.take_over(source, lines, last, scores_due=stale and not missing)
+                    scored = None if missing else _read(source / "scored" / f"{prefix.scored_by}.json")
+                    last["metrics"] |= scored["metrics"] if scored else {}
+                run.take_over(source, lines, last, scores_due=stale and not missing and scored is None)
+                if scored:
+                    run.write_tables(prefix.title, scored["tables"])
+                    run.write_portraits(prefix.title, scored["portraits"])
                 (source / "entry.json").touch()
                 return True
         return False
@@ -134,11 +141,28 @@ class Cache:
         sizes = (int(p.name) for p in family.iterdir() if p.name.isdecimal()) if family.is_dir() else ()
         return [family / str(n) for n in sorted(sizes, reverse=True) if n <= prefix.rounds]
 
-    def publish(self, run: RunDirectory, prefix: Prefix, trial: str, progress: bool) -> None:
-        """Keep what a run has just saved at the end of a phase; `progress`: whether it went by the share of rounds."""
+    def publish(
+        self,
+        run: RunDirectory,
+        prefix: Prefix,
+        trial: str,
+        progress: bool,
+        scored: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Keep what a run has just saved at the end of a phase; `progress`: whether it went by the share of rounds.
+
+        `scored`: what other settings, by the hash of these, score with it.
+        """
+        if not self.holds(prefix):
+            self._keep(run, prefix, trial, progress)
+        if scored and self.holds(prefix):
+            (self.folder / prefix.key / "scored").mkdir(exist_ok=True)
+            for key, scores in scored.items():
+                write_json(self.folder / prefix.key / "scored" / f"{key}.json", scores)
+        self.prune()
+
+    def _keep(self, run: RunDirectory, prefix: Prefix, trial: str, progress: bool) -> None:
         target = self.folder / prefix.key
-        if self.holds(prefix):
-            return
         making = target.with_name(f".{target.name}.{time.time_ns()}")
         run.copy_to(making)
         entry = {"trial": trial, "phase": prefix.phase, "scored_by": prefix.scored_by, "progress": progress}
@@ -147,7 +171,6 @@ class Cache:
             making.rename(target)
         except OSError:  # somebody else was faster
             shutil.rmtree(making, ignore_errors=True)
-        self.prune()
 
     def lease(self, prefix: Prefix) -> FileLock | None:
         """Return the right to compute a prefix, or None while somebody else has it."""
@@ -168,6 +191,14 @@ class Cache:
             total += sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             if total > most:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read(path: Path) -> Any:
+    """Return what a file of the cache says; None if it is not there or not whole."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def _entry(folder: Path) -> Mapping[str, Any] | None:

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from orchestrator.checkpoint import status_of, write_json
-from orchestrator.experiment import Search
+if TYPE_CHECKING:
+    from orchestrator.experiment import Search
 
 SCHEMA = 1
 HEADLINE = "generic/acc", "personal/acc_dist", "personal/acc_owned", "personal/acc_worst10"
@@ -42,20 +42,29 @@ def reused(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{phase}: rounds {rounds[0]} to {rounds[-1]} of {trial}" for (phase, trial), rounds in found.items()]
 
 
-def describe_trial(directory: Path, run_id: str | None) -> dict[str, Any]:
-    """Return a trial's record: status, last and best of every metric, and where the best was."""
-    trial = json.loads((directory / "trial.json").read_text(encoding="utf-8"))
-    status = status_of(directory)
+def extremes(
+    lines: Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, float], dict[str, float], dict[str, dict[str, Any]]]:
+    """Return the last and the best value of every metric in a log, and where the best was."""
     last: dict[str, float] = {}
     best: dict[str, float] = {}
     best_at: dict[str, dict[str, Any]] = {}
-    lines = history(directory)
     for line in lines:
         for metric, value in line["metrics"].items():
             last[metric] = value
             sign = -1 if lower_is_better(metric) else 1
             if metric not in best or sign * value > sign * best[metric]:
                 best[metric], best_at[metric] = value, {"phase": line["phase"], "round": line["round"]}
+    return last, best, best_at
+
+
+def describe_trial(directory: Path, run_id: str | None) -> dict[str, Any]:
+    """Return a trial's record: status, last and best of every metric, and where the best was."""
+    from orchestrator.checkpoint import status_of  # torch comes with it, which takes longer than most of a report
+
+    trial = json.loads((directory / "trial.json").read_text(encoding="utf-8"))
+    status, lines = status_of(directory), history(directory)
+    last, best, best_at = extremes(lines)
     return {
         "id": trial["id"],
         "name": trial["name"],
@@ -74,6 +83,8 @@ def describe_trial(directory: Path, run_id: str | None) -> dict[str, Any]:
 
 def write_summary(folder: Path, search: Search, run_ids: Mapping[str, str | None]) -> dict[str, Any]:
     """Write summary.json and return it."""
+    from orchestrator.checkpoint import write_json
+
     trials = [describe_trial(path, run_ids.get(path.name)) for path in sorted((folder / "trials").iterdir())]
     summary = {
         "schema": SCHEMA,

@@ -67,7 +67,17 @@ def run_sweep(
         def assign(point: Point, concurrent: int) -> dict[str, Any]:
             own = {path: value for path, value in point.params.items() if varied(path)}
             got = asdict(share(point.experiment, nodes, concurrent, here))
-            return {"job": {"trial": point.id, "share": got, "values": own}}
+            train_alike = in_common().get(beginnings(point.id)[-1].key, ()) if shared and point.id in by_id else ()
+            alike = [id for id in train_alike if id != point.id]
+            return {"job": {"trial": point.id, "share": got, "values": own, "alike": alike}}
+
+        @remember
+        def in_common() -> dict[str, list[str]]:
+            """Group the trials that train the same to the end."""
+            groups: dict[str, list[str]] = {}
+            for point in left:
+                groups.setdefault(beginnings(point.id)[-1].key, []).append(point.id)
+            return groups
 
         @remember
         def beginnings(id: str) -> list[Prefix]:

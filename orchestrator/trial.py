@@ -12,18 +12,21 @@ from typing import Any
 
 import ray
 import torch
-import yaml
 from ray import tune
 
+from algorithms.base import Algorithm
 from orchestrator.actors import Pool
 from orchestrator.checkpoint import RunDirectory, set_status, write, write_json
 from orchestrator.client import ClientFailed, claim
 from orchestrator.data import describe
 from orchestrator.driver import Driver, data_key, split_for
-from orchestrator.experiment import Experiment, dump, read
+from orchestrator.experiment import Experiment, dump, read, read_back
 from orchestrator.prefixes import Cache, prefixes
 from orchestrator.resources import Share
+from orchestrator.saved import save
 from orchestrator.space import fill
+
+MOST_ALIKE = 64  #: settings that are scored in one go
 
 
 class Trial(tune.Trainable):  # type: ignore[misc]
@@ -59,6 +62,7 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         device = claim(share.driver_gpu)
         self.prefixes = prefixes(experiment, dataset.digest, "cuda" if share.gpu else "cpu") if self.cache else []
         self._share_work()
+        also = self._alike(dataset.digest, "cuda" if share.gpu else "cpu")
         parts = split_for(experiment, dataset)
         artifacts = self.path / "artifacts"
         artifacts.mkdir(exist_ok=True)
@@ -67,7 +71,7 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         if self.pool is None:
             self.pool = Pool(share.actors, share.cpu, share.gpu)
         self.pool.load(experiment, reference, parts)
-        return Driver(experiment, dataset, parts, self.pool, self.path, device)
+        return Driver(experiment, dataset, parts, self.pool, self.path, device, also)
 
     def step(self) -> dict[str, Any]:
         """Run until there are scores; phases after the first are one step, since nothing may stop them early."""
@@ -91,6 +95,7 @@ class Trial(tune.Trainable):  # type: ignore[misc]
             if not driver.done and driver.plan[driver.round].number == first and "time/evaluate" in line["metrics"]:
                 break
         if driver.done and self.pool is not None:
+            save(driver, self.path / "artifacts" / "models")
             facts = {"restarts": self.pool.restarts, "actors": self.pool.places()}
             set_status(self.path, "FINISHED", fingerprint=driver.fingerprint(), **facts)
             self._release()
@@ -125,7 +130,8 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         prefix = next((prefix for prefix in self.prefixes if prefix.turn == driver.round), None)
         if self.cache is None or prefix is None or driver.directory is None:
             return driver
-        self.cache.publish(driver.directory, prefix, f"{self.folder.name}/{self.path.name}", driver.asked_progress)
+        whose = f"{self.folder.name}/{self.path.name}"
+        self.cache.publish(driver.directory, prefix, whose, driver.asked_progress, driver.scored_too)
         self._release()
         following = next((each for each in self.prefixes if each.turn > driver.round), None)
         if following is None:
@@ -136,6 +142,16 @@ class Trial(tune.Trainable):  # type: ignore[misc]
             self.driver = self._open()
             return self.driver
         return driver
+
+    def _alike(self, digest: str, device: str) -> dict[str, Algorithm]:
+        """Return the settings of waiting trials that train what this one trains and only predict otherwise."""
+        found: dict[str, Algorithm] = {}
+        for id in self.config["job"]["alike"] if self.cache else ():
+            experiment = read_back(self.folder / "trials" / id)
+            scored_by = prefixes(experiment, digest, device)[-1].scored_by
+            if scored_by != self.prefixes[-1].scored_by:
+                found[scored_by] = experiment.chain().parts[-1]
+        return dict(list(found.items())[:MOST_ALIKE])
 
     def _release(self) -> None:
         if self.lease is not None:
@@ -177,5 +193,4 @@ class Trial(tune.Trainable):  # type: ignore[misc]
             changed = fill(read(self.folder / "sweep.yaml"), params, self.path.name)
             write(self.path / "experiment.yaml", dump(changed.experiment).encode())
             write_json(self.path / "trial.json", about | {"params": changed.params, "name": changed.name})
-        text = (self.path / "experiment.yaml").read_text(encoding="utf-8")
-        return Experiment.model_validate(yaml.safe_load(text))
+        return read_back(self.path)

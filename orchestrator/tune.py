@@ -149,7 +149,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         raise
     finally:
         # The second signal ends us at once; the first still leaves everything in order.
-        _settle(directory, status, mirror)
+        _settle(directory, status == "KILLED" or out_of_time, mirror)
         ids = [path.name for path in (directory / "trials").iterdir()]
         found = results.write_summary(directory, sweep.search, {id: mirror.run_id(id) for id in ids})
         best = results.best(found)
@@ -211,11 +211,11 @@ def _extend(
 # The end ------------------------------------------------------------------------------------------------
 
 
-def _settle(directory: Path, status: str, mirror: tracking.Mirror) -> None:
-    """Give every trial that was running when we stopped its final status."""
+def _settle(directory: Path, stopped: bool, mirror: tracking.Mirror) -> None:
+    """Give every trial that was running when we stopped, or failed, its final status."""
     for path in sorted((directory / "trials").iterdir()):
         if status_of(path)["status"] == "RUNNING":
-            set_status(path, "KILLED" if status == "KILLED" else "FAILED", error="the sweep ended before the trial did")
+            set_status(path, "KILLED" if stopped else "FAILED", error="the sweep ended before the trial did")
             mirror.finish(path.name)
 
 

@@ -11,10 +11,13 @@ os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
 
 import pytest
 
+from orchestrator import folder, summary
+from orchestrator.checkpoint import set_status, write_json
 from orchestrator.client import Worker
-from orchestrator.data import Dataset, load
+from orchestrator.data import Dataset, describe, load
 from orchestrator.driver import Driver, InProcess, split_for
-from orchestrator.experiment import Experiment
+from orchestrator.experiment import Experiment, read
+from orchestrator.space import trials
 
 
 def tiny(**changes: object) -> Experiment:
@@ -30,11 +33,11 @@ def tiny(**changes: object) -> Experiment:
     return Experiment.model_validate(base | changes)
 
 
-def driver(experiment: Experiment, directory: Path | None = None) -> Driver:
+def driver(experiment: Experiment, directory: Path | None = None, **more: object) -> Driver:
     """Return a driver that works in this process."""
     dataset = digits()
     parts = split_for(experiment, dataset)
-    return Driver(experiment, dataset, parts, InProcess(Worker(experiment, dataset, parts)), directory)
+    return Driver(experiment, dataset, parts, InProcess(Worker(experiment, dataset, parts)), directory, **more)
 
 
 def finish(run: Driver) -> Driver:
@@ -42,6 +45,46 @@ def finish(run: Driver) -> Driver:
     while not run.done:
         run.advance()
     return run
+
+
+def sweep_here(directory: Path, text: str) -> Path:
+    """Run a sweep in this process, and leave the directory that the command leaves."""
+    file = directory.with_suffix(".yaml")
+    file.write_text(text)
+    sweep = read(file)
+    for trial in trials(sweep):
+        parts = split_for(trial.experiment, digits())
+        folder.create(directory, trial, digits(), parts.digest)
+        path = directory / "trials" / trial.id
+        run = finish(driver(trial.experiment, path))
+        parts.save(path / "artifacts" / "split.npz")
+        write_json(path / "artifacts" / "data.json", describe(digits(), parts))
+        set_status(path, "FINISHED", fingerprint=run.fingerprint())
+    folder.commit(directory, sweep)
+    summary.write_summary(directory, sweep.search, {})
+    return directory
+
+
+_METHODS = """\
+search: {metric: personal/acc_dist}
+experiment:
+  data: {name: digits, clients: 6, alpha: 0.5, imbalance: 10}
+  local: {lr: 0.05, momentum: 0.9, batch: 16}
+  rounds: 2
+  clients_per_round: 3
+  evaluate: {every: 1}
+  seed: !grid [0, 1, 2]
+cases:
+  - algorithm: local
+  - algorithm: fedavg
+  - algorithm: [fedavg, finetune]
+"""
+
+
+@pytest.fixture(scope="session")
+def finished_sweep(tmp_path_factory):
+    """Three methods under three seeds; to be read, or copied and then damaged."""
+    return sweep_here(tmp_path_factory.mktemp("runs") / "methods", _METHODS)
 
 
 _digits: list[Dataset] = []

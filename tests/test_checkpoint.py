@@ -81,7 +81,7 @@ def test_a_pickle_is_never_executed(tmp_path):
     manifest = json.loads((tmp_path / "checkpoint" / "manifest.json").read_text())
     manifest["sha256"]["run-000001.safetensors"] = hashlib.sha256(content).hexdigest()
     (tmp_path / "checkpoint" / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="not a checkpoint of ours"):
+    with pytest.raises(CheckpointError, match="not a file of ours"):
         RunDirectory(tmp_path).load()
     assert not (tmp_path / "exploded").exists()
 

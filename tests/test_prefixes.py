@@ -8,6 +8,7 @@ from test_every_algorithm import QUICK
 
 import algorithms
 from orchestrator.checkpoint import RunDirectory, fingerprint
+from orchestrator.driver import Driver
 from orchestrator.prefixes import Cache, prefixes
 
 
@@ -61,6 +62,28 @@ def test_scores_that_do_not_depend_on_the_difference_are_not_computed_again(tmp_
     assert rounds == 0
     times = [[line["time"] for line in RunDirectory(tmp_path / name).lines()] for name in ("first", "same")]
     assert times[0] == times[1]
+
+
+def test_settings_that_only_predict_otherwise_are_scored_in_one_go(tmp_path, monkeypatch):
+    cache = Cache(tmp_path / "cache")
+    settings = [chain(ecl={"expert_logit_weight": w, "mask_unowned": m}) for w, m in ((0.5, True), (0.9, False))]
+    here, there = (prefixes(e, digits().digest)[-1] for e in settings)
+    assert here.key == there.key
+    also = {there.scored_by: settings[1].chain().parts[-1]}
+    run = finish(driver(settings[0], tmp_path / "first", also=also))
+    assert run.fingerprint() == finish(driver(settings[0])).fingerprint(), "its own scores are what they were"
+    cache.publish(run.directory, here, "first", run.asked_progress, run.scored_too)
+
+    alone = finish(driver(settings[1], tmp_path / "alone"))
+    assert cache.adopt(tmp_path / "second", [there])
+    monkeypatch.setattr(Driver, "evaluate", None)  # nothing is left to score
+    second = driver(settings[1], tmp_path / "second")
+    assert second.done
+    assert second.fingerprint() == alone.fingerprint()
+    for name in ("per_class", "per_client"):
+        table = f"artifacts/2-ecl.specialise/{name}.csv"
+        assert (tmp_path / "second" / table).read_text() == (tmp_path / "alone" / table).read_text()
+        assert (tmp_path / "second" / table).read_text() != (tmp_path / "first" / table).read_text()
 
 
 def test_more_rounds_go_on_from_fewer(tmp_path):

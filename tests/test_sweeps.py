@@ -138,7 +138,7 @@ def test_two_trials_share_a_gpu_until_time_is_up(tmp_path):
     file, out = tmp_path / "gpu.yaml", tmp_path / "runs"
     file.write_text(
         """\
-search: {budget: 60s}
+search: {budget: 30s}
 experiment:
   data: {name: digits, clients: 6}
   rounds: !grid [3, 4, 100000]
