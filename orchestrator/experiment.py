@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -46,6 +46,9 @@ from orchestrator.fields import (
     some,
 )
 from orchestrator.yaml_file import Document, InputError, Keys, dotted, emit, load, parse, short, told
+
+if TYPE_CHECKING:
+    from orchestrator.table_file import Table
 
 __all__ = [
     "Cluster",
@@ -297,19 +300,21 @@ class Sweep:
     experiment: dict[str, Any]
     document: Document = field(default_factory=lambda: Document({}, {}), compare=False, repr=False)
     cases: tuple[dict[str, Any], ...] = ()
+    table: Table | None = field(default=None, compare=False, repr=False)
 
     def variants(self) -> list[Sweep]:
         """Return a sweep for each case, or this one where there are none."""
         return [
-            Sweep(self.search, _laid_over(self.experiment, case), self.document.within(("cases", i)))
+            Sweep(self.search, laid_over(self.experiment, case), self.document.within(("cases", i)))
             for i, case in enumerate(self.cases)
         ] or [self]
 
 
-def _laid_over(tree: Any, case: Any) -> Any:
+def laid_over(tree: Any, case: Any) -> Any:
+    """Return a tree in which everything that a case says is as the case says it."""
     if not isinstance(tree, dict) or not isinstance(case, dict):
         return case
-    return {**tree, **{key: _laid_over(tree.get(key), value) for key, value in case.items()}}
+    return {**tree, **{key: laid_over(tree.get(key), value) for key, value in case.items()}}
 
 
 def problems(tree: Mapping[str, Any], model: type[Part] = Experiment) -> list[Complaint]:
@@ -341,11 +346,14 @@ def read(
     path: Path | None = None, text: str | None = None, overrides: Sequence[str] = (), preset: str | None = None
 ) -> Sweep:
     """Read a sweep from a file or a text, as a preset or `path=value` overrides change it; check every candidate."""
+    from orchestrator import table_file
     from orchestrator.space import check
 
     name = "<text>" if path is None else str(path)
     content = text if text is not None else "" if path is None else load(path)
-    root = _rooted(_preset(parse(content, lambda line, column: f"{name}:{line}:{column}"), preset))
+    document = _preset(parse(content, lambda line, column: f"{name}:{line}:{column}"), preset)
+    table = table_file.take(document, path)
+    root = _rooted(document)
     _spell_out(root)
     for override in overrides:
         _override(root, override)
@@ -354,8 +362,10 @@ def read(
     found = [each._replace(path=("search", *each.path)) for each in problems(searched, Search)]
     if found:
         raise InputError([told(root.place(each.path, each.key), dotted(each.path), each.text) for each in found])
-    sweep = Sweep(Search.model_validate(searched), tree, root, _cases(root, cases))
+    sweep = Sweep(Search.model_validate(searched), tree, root, _cases(root, cases), table)
     check(sweep)
+    if table is not None:
+        table_file.check(sweep)
     return sweep
 
 
@@ -372,7 +382,7 @@ def _preset(document: Document, name: str | None) -> Document:
     if name not in (presets or {}):
         has = f"its presets are: {', '.join(presets)}" if presets else "it has none"
         raise InputError([f"--preset {name}: this file has no such preset; {has}"])
-    return Document(_laid_over(tree, (presets or {})[name]), document.within(("presets", name)).places)
+    return Document(laid_over(tree, (presets or {})[name]), document.within(("presets", name)).places)
 
 
 def _cases(root: Document, cases: Any) -> tuple[dict[str, Any], ...]:
@@ -408,7 +418,7 @@ def _rooted(document: Document) -> Document:
     tree = {} if document.value is None else document.value
     if not isinstance(tree, dict):
         raise InputError([f"{document.place(())}: must be a mapping of keys to values, not {short(tree)}"])
-    beside = ["search", "experiment", "cases", "presets"]
+    beside = ["search", "experiment", "cases", "presets", "table"]
     if not tree.keys() & set(beside):
         return Document(tree, document.places)
     found = []
@@ -479,7 +489,7 @@ def filled_in(sweep: Sweep) -> Sweep:
         if isinstance(tree.get(name, {}), dict):
             tree[name] = part().model_dump(mode="json") | tree.get(name, {})
     tree = {"rounds": Experiment().rounds, "seed": 0} | tree
-    return Sweep(sweep.search, tree, sweep.document, sweep.cases)
+    return replace(sweep, experiment=tree)
 
 
 def dump_sweep(sweep: Sweep) -> str:

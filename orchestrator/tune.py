@@ -48,28 +48,31 @@ def arguments() -> argparse.ArgumentParser:
         prog="python -m orchestrator.tune",
         description="Run a sweep or an experiment of personalized federated learning on Ray, tracked in MLflow.",
     )
-    parser.add_argument(
-        "file", nargs="?", type=_path, help="sweep or experiment (YAML); default: a small demonstration"
-    )
+    parser.add_argument("file", nargs="?", type=path, help="sweep or experiment (YAML); default: a small demonstration")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="override a leaf; repeatable")
     parser.add_argument("--preset", help="a variant that the file describes, e.g. smoke")
     parser.add_argument("--name", help="name of the run's directory (default: the file's name)")
-    parser.add_argument("--out", type=_path, default=Path("runs"), help="where directories are made (default: runs)")
     parser.add_argument("--resume", action="store_true", help="continue what was interrupted")
     parser.add_argument("--extend", metavar="WHAT=N", help="continue a finished sweep: rounds=N or samples=N")
     parser.add_argument("--no-share", action="store_true", help="train what trials have in common in each of them")
+    add_where(parser)
+    parser.add_argument("--list", action="store_true", help="print the catalogue: every algorithm, loss and prior")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, show what would run, start nothing")
+    return parser
+
+
+def add_where(parser: argparse.ArgumentParser) -> None:
+    """Describe where things run and are written, and how much is said of it."""
+    parser.add_argument("--out", type=path, default=Path("runs"), help="where directories are made (default: runs)")
     address = os.environ.get("RAY_ADDRESS")
     parser.add_argument("--address", default=address, help="a running Ray cluster (default: start one here)")
     parser.add_argument("--num-cpus", type=_amount, help="CPUs to use on this machine")
     parser.add_argument("--num-gpus", type=_amount, help="GPUs to use on this machine")
     parser.add_argument("--tracking-uri", help="an MLflow server (default: sqlite inside --out)")
-    parser.add_argument("--list", action="store_true", help="print the catalogue: every algorithm, loss and prior")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, show what would run, start nothing")
     parser.add_argument("--quiet", action="store_true", help="print the result only")
-    return parser
 
 
-def _path(text: str) -> Path:
+def path(text: str) -> Path:
     """Read a path; a job's command line has been through no shell, so `~` is still in it."""
     return Path(text).expanduser()
 
@@ -84,7 +87,11 @@ def _amount(text: str) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    options = arguments().parse_args(argv)
+    return execute(arguments().parse_args(argv))
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Do what the command line asks for; return the exit code."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if options.address and (Path.home() / ".ray" / "auth_token").exists():
@@ -183,8 +190,8 @@ def _prepare(options: argparse.Namespace, out: Path) -> tuple[Path, Sweep, list[
         if options.resume:
             return directory, sweep, folder.known(directory)
         return directory, *folder.extended(directory, sweep, options.extend)
-    path = options.file or Path(search_spaces.__file__).with_name("quickstart.yaml")
-    sweep = read(path, None, options.set, options.preset)
+    file = options.file or Path(search_spaces.__file__).with_name("quickstart.yaml")
+    sweep = read(file, None, options.set, options.preset)
     directory = out / (options.name or folder.free(out, stem))
     if directory.exists():
         raise InputError([f"{directory} exists; choose another --name, or continue it with --resume"])

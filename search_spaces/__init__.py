@@ -1,1 +1,1 @@
-"""One YAML file per sweep; its first line is the command that runs it."""
+"""One YAML file per sweep; its first line is the command that runs it. `tables/` holds the papers' tables."""
