@@ -46,10 +46,10 @@ def default_uri(out: Path) -> str:
     return f"sqlite:///{out.resolve()}/mlflow.db"
 
 
-def ui_command(uri: str) -> str:
-    """Return what to type (or, for a server, where to go) to see the runs."""
+def ui_command(uri: str) -> str | None:
+    """Return what to type to see the runs of a database; a server shows them already."""
     if not _is_database(uri):
-        return _public(uri)
+        return None
     mlflow = "mlflow" if shutil.which("mlflow") else f"{shlex.quote(sys.executable)} -m mlflow"
     store = shlex.quote(_public(_absolute(uri)))
     return f"MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false {mlflow} ui --backend-store-uri {store} --workers 1 --port 5000"
@@ -124,6 +124,11 @@ class Mirror:
         """Return the MLflow run of a trial, once it has one."""
         run: str | None = self._record["runs"].get(trial_id)
         return run
+
+    def page(self) -> str:
+        """Return where MLflow shows the sweep, once it is there."""
+        server = "http://127.0.0.1:5000" if _is_database(self.uri) else _public(self.uri).rstrip("/")
+        return f"{server}/#/experiments/{self._record['experiment_id']}/runs?workflowType=machine_learning"
 
     def owed(self) -> int:
         """Count the metric lines and the endings (of trials and of the sweep) that MLflow does not have yet."""
@@ -218,7 +223,9 @@ class Mirror:
         name, key = self._record["experiment"], self._record["sweep"]
         found = client.get_experiment_by_name(name)
         location = artifacts.as_uri() if _is_database(self.uri) else None
-        experiment = found.experiment_id if found else client.create_experiment(name, location)
+        # Else MLflow's pages are those for prompts and agents.
+        kind = {"mlflow.experimentKind": "custom_model_development"}
+        experiment = found.experiment_id if found else client.create_experiment(name, location, kind)
         parent = _find(client, experiment, key)
         if parent is None or parent != self._record["parent"]:  # another store, or ours was emptied: send all again
             self._save(**NOTHING)

@@ -297,7 +297,10 @@ def _tell(
             f"Later, type:\n  {sys.executable} -m orchestrator.tracking sync {directory} --tracking-uri {uri}"
         )
     else:
-        text = f"to browse them, type:\n  {tracking.ui_command(uri)}"
+        command = tracking.ui_command(uri)
+        text = (
+            f"to browse them, type:\n  {command}\nand open" if command else "to browse them, open"
+        ) + f" {mirror.page()}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
