@@ -86,6 +86,7 @@ def test_mlflow_shows_the_sweep(sweep, server):
                 for script in wanted:
                     browser.find(script)
             finally:
+                time.sleep(2)  # for what is drawn after it is there
                 browser.keep(KEPT / f"{name}.png")
 
         def text(words):
