@@ -57,7 +57,7 @@ def heat(axes: Axes, values: Any, rows: Any, columns: Any, colour: str) -> None:
         for (i, j), value in np.ndenumerate(values):
             if np.isfinite(value):
                 ink = "black" if value > middle else "white"
-                axes.text(j, i, f"{value:.3g}", ha="center", va="center", color=ink, fontsize=7.5)
+                axes.text(j, i, f"{value:.2g}", ha="center", va="center", color=ink, fontsize=7.5)
 
 
 def _heatmap(axes: Axes, picture: Heatmap) -> None:
