@@ -1,12 +1,15 @@
 """Sweeps as people run them, in real processes: shared work, extension, schedulers, budget, GPUs."""
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 from mlflow.tracking import MlflowClient
-from test_command import in_process, run
+from test_command import command, in_process, run
 
 import search_spaces
 from orchestrator.experiment import read
@@ -189,3 +192,50 @@ def test_each_method_has_a_sweep_over_its_hyperparameters_and_a_small_one(name):
     smoke = trials(read(file, preset="smoke"))
     assert {t.experiment.data.name for t in smoke} == {"digits"}
     assert sum(t.experiment.rounds for t in smoke) <= 200
+
+
+PROPOSED = """\
+search: {metric: personal/acc_owned, samples: 5, searcher: optuna}
+experiment:
+  data: {name: digits, clients: 6, imbalance: 5}
+  local: {lr: !loguniform [0.01, 0.2], batch: 16}
+  rounds: 12
+  clients_per_round: 3
+  evaluate: {every: 4}
+  failures: {checkpoint_s: 0}
+  seed: !grid [0, 1]
+"""
+
+
+@pytest.mark.slow
+def test_proposals_go_on_after_a_kill(tmp_path):
+    """What Optuna has proposed and learnt is in the sweep's directory: a kill costs no trial, and none is run twice."""
+    file, out = tmp_path / "proposed.yaml", tmp_path / "runs"
+    file.write_text(PROPOSED)
+    process = command(file, "--out", out)
+    folder, deadline = out / "proposed", time.monotonic() + 240
+    while sum('"FINISHED"' in path.read_text() for path in folder.glob("trials/*/status.json")) < 3:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    before = {path.parent.name: path.read_text() for path in folder.glob("trials/*/experiment.yaml")}
+    ended = {
+        p.parent.name: p.stat().st_mtime_ns for p in folder.glob("trials/*/status.json") if "FINISHED" in p.read_text()
+    }
+    assert len(before) < 10
+
+    code, text, error = run("--name", "proposed", "--out", out, "--resume")
+    assert code == 0, text + error
+    found = summary_of(folder)["trials"]
+    assert [t["status"] for t in found] == ["FINISHED"] * 10
+    for id, written in before.items():
+        assert (folder / "trials" / id / "experiment.yaml").read_text() == written
+    for id, stamp in ended.items():
+        assert (folder / "trials" / id / "status.json").stat().st_mtime_ns == stamp, "what had ended was not run again"
+    assert len({t["params"]["local.lr"] for t in found}) == 5
+    assert all(t["fingerprint"] == in_process(folder / "trials" / t["id"]) for t in found[:4])
+    client = MlflowClient(f"sqlite:///{out}/mlflow.db")
+    (experiment,) = (e for e in client.search_experiments() if e.name == "proposed")
+    assert len(client.search_runs([experiment.experiment_id])) == 11
