@@ -23,13 +23,13 @@ def portraits(algorithm: ECL, sitting: Sitting) -> dict[str, Picture]:
     most = max(map(len, scales.values()))
     return {
         "owners": Heatmap(
-            title="Who answers for a class",
+            title="Who answers for a class (empty: no samples)",
             x="class, the most frequent one first",
             y="client",
             rows=list(map(str, clients)),
             columns=list(map(str, order.tolist())),
             values=owners.masked_fill(owners < 0, torch.nan)[:, order],
-            colour="expert (0 has the client's largest classes); empty: no samples",
+            colour="expert; 0 has the largest classes",
         ),
         "scales": Lines(
             title="How much the experts' logits are scaled",
