@@ -27,6 +27,7 @@ from algorithms.base import Chain
 from algorithms.losses import LOSSES, Loss
 from algorithms.priors import PRIORS
 from orchestrator.fields import (
+    SMALLEST,
     Complaint,
     Count,
     Named,
@@ -197,12 +198,15 @@ class Failures(Part):
     checkpoint_s: NotNegative = 30.0
 
 
+Actors = Annotated[Count, Field(le=10_000)]
+
+
 class Cluster(Part):
     """Where the clients run."""
 
-    actors: Annotated[Count | Literal["auto", "per_client"], WrapValidator(either)] = "auto"
+    actors: Annotated[Actors | Literal["auto", "per_client"], WrapValidator(either)] = "auto"
     gpu_per_actor: Annotated[NotNegative | Literal["auto"], WrapValidator(either), AfterValidator(gpu_share)] = "auto"
-    cpu_per_actor: Positive = 1.0
+    cpu_per_actor: Annotated[Number, Field(ge=SMALLEST)] = 1.0
     threads: Count = 1
     driver_gpu: NotNegative = 0.0
 

@@ -48,7 +48,10 @@ def _value(node: ast.expr, tree: Mapping[str, Any], derived: Collection[str]) ->
                 raise ValueError("an exponent above 100")
             result = _BINARY[type(op)](a, b)
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS:
-            result = _CALLS[name](*(_value(each, tree, derived) for each in args))
+            given = [_value(each, tree, derived) for each in args]
+            if name == "round" and any(abs(digits) > 100 for digits in given[1:]):
+                raise ValueError("rounded to more than 100 digits")
+            result = _CALLS[name](*given)
         case _:
             raise ValueError(
                 f"{ast.unparse(node)!r} is not possible; use numbers, paths, + - * / // **, min, max, round"

@@ -20,6 +20,7 @@ from orchestrator.schedulers import SCHEDULERS
 from orchestrator.yaml_file import Keys, dotted, short
 
 LONGEST = 50  #: algorithms in a chain
+SMALLEST = 1e-4  #: share of a CPU or a GPU that Ray can tell from none
 Named = tuple[str, dict[str, Any]]  # of an algorithm or a loss: its name and all its hyperparameters
 
 
@@ -108,7 +109,7 @@ def either(value: Any, alternatives: Any) -> Any:
         raise _wanted(" or ".join(dict.fromkeys(text.format(**context) for text, context in kinds))) from None
 
 
-Whole = Annotated[int, BeforeValidator(_no_truth)]
+Whole = Annotated[int, Field(lt=2**63), BeforeValidator(_no_truth)]
 Count = Annotated[Whole, Field(ge=1)]
 Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_no_truth)]
 Positive = Annotated[Number, Field(gt=0)]
@@ -178,7 +179,7 @@ def _read_named(value: Any, what: str, known: Mapping[str, type[Any]]) -> Any:
 
 def seconds(value: Any) -> Any:
     """Read a length of time: a number of seconds, or one with a unit as in 90s, 20m, 2h, 1d."""
-    if isinstance(value, str) and (found := re.fullmatch(r"([0-9.]+) ?([smhd])", value)):
+    if isinstance(value, str) and (found := re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+) ?([smhd])", value)):
         return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
     if isinstance(value, str):
         raise _wanted("a time such as 90s, 20m, 2h or 1d")
@@ -253,6 +254,8 @@ def gpu_share(value: float | str) -> float | str:
     """Refuse a fraction that leaves part of every GPU unused."""
     if isinstance(value, str) or value == 0:
         return value
+    if value < SMALLEST:
+        raise ValueError(f"must be 0 or at least {SMALLEST:g}, not {value:g}")
     if value > 1:
         if value != int(value):
             raise ValueError(f"must be a whole number above 1, not {value:g}; choose {int(value)} or {int(value) + 1}")

@@ -18,6 +18,8 @@ from orchestrator.experiment import Experiment, InputError, Search, dump
 from orchestrator.resources import Share, concurrency, share
 from orchestrator.space import Trial
 
+ROUNDS = 1_000_000  #: of a run: all of them are planned before the first
+
 
 def check_metric(metric: str, trials: Sequence[Trial]) -> None:
     """Refuse to rank by a metric that some trial will not report."""
@@ -42,13 +44,18 @@ class Checked:
         """Load a trial's data, cut its partition and build its network."""
         e = trial.experiment
         key = data_key(e)
-        if key not in self.datasets:
-            self.datasets[key] = load(e.data.name, e.data.root)
-        if (e.data, e.seed) not in self._digests:
-            try:
+        phases = (phase.rounds for _, phase in e.chain().phases())
+        if (rounds := sum(e.rounds if own is None else own for own in phases)) > ROUNDS:
+            raise InputError(
+                [f"rounds (trial {trial.id}): {rounds:,} in all its phases; at most {ROUNDS:,} are possible"]
+            )
+        try:
+            if key not in self.datasets:
+                self.datasets[key] = load(e.data.name, e.data.root)
+            if (e.data, e.seed) not in self._digests:
                 self._digests[e.data, e.seed] = split_for(e, self.datasets[key]).digest
-            except DataError as error:
-                raise InputError([f"data (trial {trial.id}): {error}"]) from None
+        except DataError as error:
+            raise InputError([f"data (trial {trial.id}): {error}"]) from None
         form = key, e.model, tuple(part.experts for part in e.chain().parts)
         if form not in self._built:
             try:

@@ -22,6 +22,7 @@ from orchestrator.yaml_file import InputError, Keys, Open, dotted, short, told
 __all__ = ["InputError", "Open", "Trial", "check", "fill", "leaves", "trials", "tune_domain"]
 
 MOST = 10_000  #: trials of a sweep
+ENOUGH = 20  #: mistakes after which no more are looked for
 LONGEST = 80  #: characters of a trial's name
 
 
@@ -69,7 +70,7 @@ def _tree(sweep: Sweep, chosen: dict[Keys, Any]) -> Any:
     tree = _filled(sweep.experiment, chosen) if derived else tree
     if open_prior in chosen:
         loss = tree["local"].get("loss", "")
-        kind = LOSSES.get(loss if isinstance(loss, str) else next(iter(loss), ""))
+        kind = LOSSES.get(next(iter(loss), "") if isinstance(loss, dict) else str(loss))
         if kind is not None and not kind.uses_prior:
             chosen[open_prior] = tree["local"]["prior"] = "none"
     return tree
@@ -149,6 +150,8 @@ def _check(sweep: Sweep) -> None:
             tree = _tree(sweep, chosen)
             new = [each for each in problems(tree) if each not in everywhere]
             messages += [_message(sweep, each, tree, opened, chosen, path) for each in new]
+            if len(messages) > ENOUGH:
+                raise InputError(list(dict.fromkeys(messages)))
     if messages:
         raise InputError(list(dict.fromkeys(messages)))
 
@@ -192,11 +195,14 @@ def _with(values: Mapping[str, str]) -> str:
 def trials(sweep: Sweep, seed: int = 0) -> list[Trial]:
     """Expand a sweep into its distinct experiments: for every draw of the random leaves the product of the grids."""
     found: dict[str, Trial] = {}
-    told = _told_apart(sweep)
-    for i, variant in enumerate(sweep.variants()):
+    variants, apart = sweep.variants(), _told_apart(sweep)
+    if (count := sum(map(_count, variants))) > MOST:
+        text = f"a sweep of {count:,} trials; at most {MOST:,} are possible: open fewer leaves, or lower search.samples"
+        raise InputError([told(sweep.document.place(()), "", text)])
+    for i, variant in enumerate(variants):
         for trial in _trials(variant, seed):
             params = {"case": i, **trial.params} if sweep.cases else trial.params
-            name = _short(trial.name + told[i])
+            name = _short(trial.name + apart[i])
             numbered = replace(trial, id=f"{len(found):04d}", params=params, name=name)
             found.setdefault(trial.experiment.model_dump_json(), numbered)
     return list(found.values())
@@ -205,13 +211,18 @@ def trials(sweep: Sweep, seed: int = 0) -> list[Trial]:
 def _told_apart(sweep: Sweep) -> list[str]:
     """Return for each case what tells it from others that run the same algorithms."""
     settings = [{path: _compact(leaf) for path, leaf in _plain_leaves(case, ())} for case in sweep.cases]
-    chains = ["+".join(next(iter(entry)) for entry in case.get("algorithm", [])) for case in sweep.cases]
+    chains = [[next(iter(e)) if isinstance(e, dict) else e for e in _entries(case)] for case in sweep.cases]
     told = []
     for i, own in enumerate(settings):
         others = [other for j, other in enumerate(settings) if j != i and chains[j] == chains[i]]
         apart = {path: value for path, value in own.items() if any(o.get(path) != value for o in others)}
         told.append("".join(f" {path[-1]}={value}" for path, value in apart.items()))
     return told or [""]
+
+
+def _entries(case: Mapping[str, Any]) -> list[Any]:
+    chain = case.get("algorithm", [])
+    return chain if isinstance(chain, list) else [chain]
 
 
 def _plain_leaves(node: Any, path: Keys) -> Iterator[tuple[Keys, Any]]:
@@ -224,30 +235,48 @@ def _plain_leaves(node: Any, path: Keys) -> Iterator[tuple[Keys, Any]]:
 
 
 def _trials(sweep: Sweep, seed: int) -> list[Trial]:
-    opened = {path: leaf for path, leaf in _leaves(sweep.experiment, ()) if leaf.kind != "sample"}
-    every = sweep.search.searcher == "grid"
-    grids = {path: _all(leaf) for path, leaf in opened.items() if leaf.kind == "grid" or every}
-    random = {path: leaf for path, leaf in opened.items() if path not in grids}
-    draws = sweep.search.samples if random else 1  # the same again would only be removed
-    if (count := draws * math.prod(map(len, grids.values()))) > MOST:
-        raise InputError([f"a sweep of {count:,} trials; at most {MOST:,} are possible: open fewer leaves"])
+    grids, random = _grids(sweep)
+    opened = [path for path, leaf in _leaves(sweep.experiment, ()) if leaf.kind != "sample"]
+    values = [[_nth(leaf, i) for i in _numbers(leaf)] for leaf in grids.values()]
     found: list[Trial] = []
-    for draw in range(draws):
+    for draw in range(_draws(sweep)):
         drawn = {path: _draw(leaf, path, seed, draw) for path, leaf in random.items()}
-        for point in itertools.product(*grids.values()):
+        for point in itertools.product(*values):
             at = drawn | dict(zip(grids, point, strict=True))
             found.append(_trial(sweep, {path: at[path] for path in opened}))
     return found
 
 
-def _all(leaf: Open) -> list[Any]:
-    """Return every value of a leaf that has finitely many."""
+def _grids(sweep: Sweep) -> tuple[dict[Keys, Open], dict[Keys, Open]]:
+    """Return the leaves of which every value is tried, and those that are drawn."""
+    opened = {path: leaf for path, leaf in _leaves(sweep.experiment, ()) if leaf.kind != "sample"}
+    grids = {path: leaf for path, leaf in opened.items() if leaf.kind == "grid" or sweep.search.searcher == "grid"}
+    return grids, {path: leaf for path, leaf in opened.items() if path not in grids}
+
+
+def _draws(sweep: Sweep) -> int:
+    return sweep.search.samples if _grids(sweep)[1] else 1  # the same again would only be removed
+
+
+def _count(sweep: Sweep) -> int:
+    """Return how many trials there are, equal ones included."""
+    sizes = (r.stop - r.start for r in map(_numbers, _grids(sweep)[0].values()))
+    return _draws(sweep) * math.prod(sizes)
+
+
+def _numbers(leaf: Open) -> range:
+    """Number the values of a leaf that has finitely many."""
     if leaf.kind in ("choice", "grid"):
-        return list(leaf.values)
+        return range(len(leaf.values))
     low, high, step = (*leaf.values, 1)[:3]
-    if leaf.kind == "randint":
-        return list(range(low, high))
-    return [_multiple(i, step) for i in range(round(low / step), round(high / step) + 1)]
+    return range(low, high) if leaf.kind == "randint" else range(round(low / step), round(high / step) + 1)
+
+
+def _nth(leaf: Open, number: int) -> Any:
+    """Return the value of a leaf that has this number."""
+    if leaf.kind in ("choice", "grid"):
+        return leaf.values[number]
+    return number if leaf.kind == "randint" else _multiple(number, leaf.values[2])
 
 
 def fill(sweep: Sweep, values: Mapping[str, Any], id: str) -> Trial:
@@ -290,8 +319,8 @@ def _draw(leaf: Open, path: Keys, seed: int, draw: int) -> Any:
         return float(rng.uniform(low, high))
     if leaf.kind == "loguniform":
         return min(max(float(np.exp(rng.uniform(np.log(low), np.log(high)))), low), high)
-    step = leaf.values[2]
-    return _multiple(int(rng.integers(round(low / step), round(high / step) + 1)), step)
+    numbers = _numbers(leaf)
+    return _multiple(int(rng.integers(numbers.start, numbers.stop)), leaf.values[2])
 
 
 def _multiple(times: int, step: float) -> float:

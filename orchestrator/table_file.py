@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -17,6 +18,7 @@ from orchestrator.experiment import InputError, Part, Sweep, laid_over, problems
 from orchestrator.fields import Count, Number, Positive, either
 from orchestrator.yaml_file import Document, Keys, dotted, load, parse, short, told
 
+MOST = 1_000  #: rows or columns
 PUBLISHED = "published.yaml"  #: beside the table files
 CLASSIFIER = tuple(f"classifier/{what}_{how}" for what in ("norm", "angle") for how in ("mean", "var"))
 
@@ -194,6 +196,8 @@ def _lines(document: Document, value: Any, path: Keys) -> list[_Line]:
         if not isinstance(factor, dict) or not factor or not all(isinstance(p, dict) for p in factor.values()):
             text = "must be a mapping of labels to parts of an experiment, or a list of such mappings to be combined"
             raise _wrong(document, at, f"{text}, not {short(factor)}")
+    if (count := math.prod(len(factor) for _, factor in factors)) > MOST:
+        raise _wrong(document, path, f"{count:,} combinations; at most {MOST:,} are possible")
     chosen = product(*([((*at, label), label, part) for label, part in factor.items()] for at, factor in factors))
     return [
         _Line(", ".join(label for _, label, _ in each), tuple(e[1] for e in each), tuple((e[0], e[2]) for e in each))

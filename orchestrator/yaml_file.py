@@ -20,6 +20,7 @@ LARGEST = 1_000_000  #: bytes in a file
 MOST = 5_000  #: values in a file
 DEEPEST = 30  #: lists and mappings inside one another
 SHOWN = 5  #: lines of an error at most
+WIDEST = 2_000  #: characters of a line of it
 
 #: kind of an open leaf -> what it takes
 KINDS = {
@@ -46,7 +47,8 @@ class InputError(ValueError):
     """A user's mistakes, one message each, saying where, what is wrong and what would be right."""
 
     def __init__(self, messages: Sequence[str]) -> None:
-        self.messages = [printable(message) for message in messages]
+        texts = [printable(message) for message in messages]
+        self.messages = [text if len(text) <= WIDEST else text[: WIDEST - 1] + "…" for text in texts]
         rest = len(self.messages) - SHOWN + 1
         lines = self.messages if rest < 2 else [*self.messages[: SHOWN - 1], f"... and {rest} more"]
         super().__init__("\n".join(lines))
@@ -86,12 +88,16 @@ class Open:
             if not math.isfinite(value):
                 raise ValueError(f"{wanted}: finite numbers, not {short(value)}")
         low, high = self.values[:2]
+        if whole and not -(2**63) <= low <= high <= 2**63:
+            raise ValueError(f"{wanted}: between -2 ** 63 and 2 ** 63")
         if low >= high:
             raise ValueError(f"{wanted}: {short(low)} must be less than {short(high)}")
         if self.kind == "loguniform" and low <= 0:
             raise ValueError(f"{wanted}: the lowest must be > 0, not {short(low)}")
         if self.kind == "quniform":
             step = self.values[2]
+            if step > 0 and max(abs(low), abs(high)) / step > 2**53:
+                raise ValueError(f"{wanted}: {short(step)} is too small a step between {short(low)} and {short(high)}")
             if step <= 0 or any(not math.isclose(v / step, round(v / step), abs_tol=1e-9) for v in (low, high)):
                 raise ValueError(f"{wanted}: both ends must be multiples of a step > 0, not of {short(step)}")
 
@@ -119,6 +125,8 @@ class Document:
     def put(self, keys: Sequence[str], new: Document, short_forms: Mapping[Keys, Callable[[str], Any]]) -> None:
         """Set the value at a path, making mappings on the way; an entry of a list goes by its index or its only key."""
         here, path, queue, place = self.value, Keys(), list(keys), new.place(())
+        if len(queue) > DEEPEST:
+            raise InputError([f"{place}: a path of more than {DEEPEST} keys"])
         while queue:
             key: str | int = queue.pop(0)
             if isinstance(here, list):
@@ -142,7 +150,7 @@ class Document:
 
 
 def _index(entries: list[Any], key: str, path: Keys, place: str) -> int:
-    if key.isdecimal() and int(key) < len(entries):
+    if key.isdecimal() and len(key) < 10 and int(key) < len(entries):
         return int(key)
     found = [i for i, entry in enumerate(entries) if isinstance(entry, dict) and list(entry) == [key]]
     if len(found) == 1:

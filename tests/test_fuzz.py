@@ -36,25 +36,56 @@ MEMORY = 4 << 30  #: bytes that all cases together may add
 FILES = Path(search_spaces.__file__).parent
 # Data that is not here would be fetched, so the files are read as if they were about digits.
 VALID = {
-    path: re.sub("|".join(SOURCES), "digits", path.read_text(encoding="utf-8"))
+    path: re.sub("|".join(sorted(SOURCES, reverse=True)), "digits", path.read_text(encoding="utf-8"))
     for path in sorted(FILES.rglob("*.yaml"))
     if path.name != "published.yaml"
 }
+
+#: every key there is, with a value that fits
+FULL = """\
+search: {metric: personal/acc_dist, mode: max, samples: 2, searcher: random, scheduler: {asha: {grace: 2}}, budget: 2h}
+experiment:
+  data: {name: digits, root: ., clients: 6, partition: per_class, alpha: 0.5, imbalance: 5, validation: 0.1}
+  model: {name: resnet8, width: 4}
+  algorithm: [{fedprox: {mu: !choice [0.1, 1.0]}}, {finetune: {epochs: 2, lr: 0.1}}]
+  local: {lr: !uniform [0.1, 0.2], momentum: 0.5, batch: 8, epochs: 1, loss: {focal: {gamma: 1}}, prior: none}
+  rounds: 4
+  clients_per_round: 3
+  seed: !grid [0, 1]
+  evaluate: {every: 2, what: [generic, personal]}
+  failures: {retries: 1, client_timeout_s: 5, bad_update: skip, checkpoint_s: 1}
+  cluster: {actors: 2, gpu_per_actor: 0, cpu_per_actor: 1, threads: 1, driver_gpu: 0}
+cases:
+  - {}
+  - {algorithm: [fedavg, ecl], local: {schedule: {at: [2], factor: 0.5}, loss: balanced_softmax, prior: local}}
+  - {algorithm: [{ldae: {num_experts: 2}}], model: cnn_small, local: {schedule: {every: 2}}}
+"""
 
 # What is fed ---------------------------------------------------------------------------------------------------------
 
 _PARTS = {name: list(getattr(f.annotation, "model_fields", ())) for name, f in Experiment.model_fields.items()}
 _BESIDE = ["search", "experiment", "cases", "presets", "table"]
-_KEYS = [*_BESIDE, *_PARTS, *sum(_PARTS.values(), []), *Search.model_fields, "published", "rows", "columns", "at"]
+_KEYS = [
+    *_BESIDE,
+    *_PARTS,
+    *(key for keys in _PARTS.values() for key in keys),
+    *Search.model_fields,
+    "published",
+    "rows",
+    "columns",
+    "at",
+]
 _NAMES = [*algorithms.names(), *LOSSES, *PRIORS, *MODELS, *SCHEDULERS, "digits", "optuna", "grid", "per_client", "auto"]
 _ODD = [
-    "", "~", "null", "true", "No", "0", "-1", "1", "2", "0.5", "-0.0", "1e-3", "1e-320", "1e308", "-1e308", "1e999", ".inf",
-    "-.inf", ".nan", "9223372036854775808", "9" * 99, "9" * 5000, "0x10", "1_000", "12:30", "2026-01-02", "<<", "=", "*a",
-    "&a 1", "!!python/object:os.system 1", "!!binary aGk=", "!<tag:x> 1", '"\\0"', '"\\uFEFF"', '"\\u2028"', "'~nobody'",
-    "'../..'", "é", "日本", "🙂", '"' + "x" * 300 + '"', "90s", "'1.2.3s'", "!sample local.lr", "!sample local.lr * data.clients",
-    "!sample '1 / 0'", "!sample 'round(5, -10 ** 12)'", "!sample '9 ** 9 ** 9'", "!sample '('", "!sample [1]", "!grid", "!grid []",
-    "!randint [0, 1000000000]", "!randint [0, 9223372036854775809]", "!quniform [0, 1, 1e-320]", "!quniform [0, 1, 1e-9]",
+    "", "~", "null", "true", "No", "0", "-1", "1", "2", "0.5", "-0.0", "1e-3", "1e-320", "1e308", "-1e308", "1e999",
+    ".inf", "-.inf", ".nan", "9223372036854775808", "1000000000000", "9" * 99, "9" * 5000, "0x10", "1_000", "12:30",
+    "2026-01-02", "<<", "=", "*a", "&a 1", "!!python/object:os.system 1", "!!binary aGk=", "!<tag:x> 1", '"\\0"',
+    '"\\uFEFF"', '"\\u2028"', "'~nobody'", "'../..'", "/", "é", "日本", "🙂", '"' + "x" * 300 + '"', "90s", "'1.2.3s'",
+    "!sample local.lr", "!sample local.lr * data.clients", "!sample '1 / 0'", "!sample 'round(5, -10 ** 12)'",
+    "!sample '9 ** 9 ** 9'", "!sample '('", "!sample [1]", "!grid", "!grid []", "!randint [0, 1000000000]",
+    "!randint [0, 9223372036854775809]", "!quniform [0, 1, 1e-320]", "!quniform [0, 1, 1e-9]", "!uniform [1, 2]",
     "!uniform [-1e308, 1e308]", "!loguniform [1e-320, 1e308]", "!grid [" + ", ".join(map(str, range(101))) + "]",
+    "!grid [fedavg, [fedavg, ecl], {fedprox: {mu: 0.1}}]", "!choice [ce, balanced_softmax, {focal: {gamma: 1}}]",
 ]  # fmt: skip
 _scalars = st.one_of(
     st.sampled_from(_ODD),
@@ -75,13 +106,17 @@ def _mapping(keys, values):
 def _around(inner):
     lists = st.lists(inner, max_size=4).map(lambda entries: "[" + ", ".join(entries) + "]")
     tags = st.sampled_from([f"!{kind} " for kind in KINDS] + ["!grid ", "!choice ", "!gird ", "&a ", "! "])
-    return st.one_of(lists, _mapping(st.sampled_from([*_KEYS, *_NAMES, *_ODD]), inner), st.tuples(tags, lists).map("".join))
+    return st.one_of(
+        lists, _mapping(st.sampled_from([*_KEYS, *_NAMES, *_ODD]), inner), st.tuples(tags, lists).map("".join)
+    )
 
 
 _nodes = st.recursive(_scalars, _around, max_leaves=8)
 _chains = st.one_of(
     _nodes,
-    st.lists(_mapping(st.sampled_from(algorithms.names()), _nodes), min_size=1, max_size=3).map(lambda e: f"[{', '.join(e)}]"),
+    st.lists(_mapping(st.sampled_from(algorithms.names()), _nodes), min_size=1, max_size=3).map(
+        lambda e: f"[{', '.join(e)}]"
+    ),
 )
 
 
@@ -114,15 +149,18 @@ _trees = st.one_of(_nodes, _experiments, _sweeps, _parts([*_BESIDE, *_PARTS]), _
 @st.composite
 def _spoilt_trees(draw, text):
     """Delete, double, move or replace a value of a valid file."""
-    tree = parse(text, lambda line, column: "").value
+    tree, words = parse(text, lambda line, column: "").value, list[str]()
     for _ in range(draw(st.integers(1, 3))):
         places = list(_places(tree))
         here, key = draw(st.sampled_from(places))
-        change = draw(st.sampled_from(["delete", "double", "move", "wrap", "replace", "replace", "replace"]))
+        change = draw(st.sampled_from(["delete", "double", "move", "wrap", *["replace", "word"] * 3]))
         if change == "delete":
             del here[key]
         elif change == "double":
             here[key] = [here[key], here[key]]
+        elif change == "word":
+            here[key] = f"WORD{len(words)}"
+            words.append(draw(_nodes))
         elif change == "wrap":
             here[key] = {draw(st.sampled_from(_KEYS)): here[key]}
         elif change == "move":
@@ -138,7 +176,10 @@ def _spoilt_trees(draw, text):
             )  # fmt: skip
         if not tree:
             break
-    return emit(tree).encode()
+    text = emit(tree)
+    for i, word in enumerate(words):
+        text = text.replace(f"WORD{i}", word)
+    return text.encode()
 
 
 def _indices(node):
@@ -176,16 +217,20 @@ _files = st.sampled_from(list(VALID)).flatmap(
     lambda path: st.tuples(st.just(path), st.one_of(_spoilt_trees(VALID[path]), _spoilt_bytes(VALID[path])))
 )
 _paths = st.lists(
-    st.one_of(st.sampled_from([*_KEYS, *algorithms.names(), "mu", "0", "1", "7", "-1", "9" * 5000]), st.text(max_size=3)),
+    st.one_of(
+        st.sampled_from([*_KEYS, *algorithms.names(), "mu", "0", "1", "7", "-1", "9" * 5000]), st.text(max_size=3)
+    ),
     min_size=1,
     max_size=4,
 ).map(".".join)
-_overrides = st.lists(st.one_of(st.builds("{}={}".format, _paths, _nodes), st.text(max_size=12)), min_size=1, max_size=3)
+_overrides = st.lists(
+    st.one_of(st.builds("{}={}".format, _paths, _nodes), st.text(max_size=12)), min_size=1, max_size=3
+)
 
 #: what is fed -> (the valid file it is made of, if any; the content; --set; --preset)
 FEEDS = {
     "bytes": st.tuples(st.none(), st.binary(max_size=200), st.just([]), st.none()),
-    "trees": st.tuples(st.none(), _trees, st.just([]), st.none()),
+    "trees": st.tuples(st.none(), st.one_of(_trees, _spoilt_trees(FULL)), st.just([]), st.none()),
     "files": st.tuples(_files, st.just([]), st.sampled_from([None, None, "smoke"])).map(lambda f: (*f[0], *f[1:])),
     "overrides": st.tuples(st.sampled_from(list(VALID)), _overrides, st.sampled_from([None, "smoke"])).map(
         lambda f: (f[0], VALID[f[0]].encode(), *f[1:])
@@ -194,7 +239,9 @@ FEEDS = {
 
 # What must come out --------------------------------------------------------------------------------------------------
 
-_PLACE = re.compile(r"fuzz\.yaml|published\.yaml|--set |--preset |^(error: )?(search|data|model|cluster|rounds|local)\b", re.M)
+_PLACE = re.compile(
+    r"fuzz\.yaml|published\.yaml|--set |--preset |^(error: )?(search|data|model|cluster|rounds|local)\b", re.M
+)
 
 
 @contextmanager
@@ -242,7 +289,7 @@ def feed(folder, content, overrides, preset):
         except (InputError, DataError) as error:
             in_words(str(error))
             return "refused"
-        if len(found) > 40 or {trial.experiment.data.name for trial in found} & SOURCES.keys():
+        if len(found) > 12 or {trial.experiment.data.name for trial in found} & SOURCES.keys():
             return "read"
         options = [f"--set={each}" for each in overrides] + ([f"--preset={preset}"] if preset else [])
         out, err = io.StringIO(), io.StringIO()

@@ -349,7 +349,7 @@ def test_errors_name_the_remedy():
         build("cnn_ecl", (1, 28, 28), 10, width=8)
     with pytest.raises(ValueError, match="'resnet20' takes no experts; those that do: cnn_small, cnn_ecl, resnet32"):
         build("resnet20", (3, 32, 32), 10, experts=2)
-    with pytest.raises(ValueError, match=r"experts .* at least 1, not 0"):
+    with pytest.raises(ValueError, match=r"experts .* must be 1 to 100, not 0"):
         build("resnet32", (3, 32, 32), 10, experts=0)
 
 

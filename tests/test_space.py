@@ -246,7 +246,9 @@ def test_overrides_open_leaves_and_close_them():
 def test_too_many_trials_are_refused_before_they_are_made():
     numbers = ", ".join(map(str, range(1, 101)))
     text = f"seed: !grid [{numbers}]\nrounds: !grid [{numbers}]\nlocal: {{batch: !grid [{numbers}]}}"
-    assert wrong(text) == [f"a sweep of 1,000,000 trials; at most {MOST:,} are possible: open fewer leaves"]
+    assert wrong(text) == [
+        f"1:1: a sweep of 1,000,000 trials; at most {MOST:,} are possible: open fewer leaves, or lower search.samples"
+    ]
     assert wrong("search: {samples: 1000000000}\nexperiment: {seed: !randint [0, 9]}")[0].startswith(
         "a sweep of 1,000,"
     )

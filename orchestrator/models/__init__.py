@@ -43,6 +43,8 @@ MODELS: Mapping[str, Model] = MappingProxyType(
     }
 )
 
+MOST = {"width": 256, "experts": 100}  #: of each option: beyond it a network may not fit in a machine
+
 _DEFAULTS = {
     "fashion_mnist": "cnn_ecl",
     "cifar10": "resnet8",
@@ -80,8 +82,8 @@ def build(
         if option not in model.options:
             able = ", ".join(other for other in MODELS if option in MODELS[other].options)
             raise ValueError(f"model {name!r} takes no {option}; those that do: {able}")
-        if value < 1:
-            raise ValueError(f"{option} of model {name!r} must be at least 1, not {value}")
+        if not 1 <= value <= MOST[option]:
+            raise ValueError(f"{option} of model {name!r} must be 1 to {MOST[option]}, not {value}")
     if min(shape[1:]) < model.smallest:
         side = model.smallest
         raise ValueError(f"model {name!r} needs images of at least {side}x{side}, not {shape[1]}x{shape[2]}")
