@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ DEFAULT = "fedavg"
 SHARED = {"__init__", "base", "params", "losses", "priors", "maths", "heads", "federated_features", "parts", "pictures"}
 
 
+@cache
 def names() -> list[str]:
     """List the algorithms there are."""
     return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in SHARED)

@@ -82,8 +82,17 @@ def _tree(sweep: Sweep, chosen: dict[Keys, Any]) -> Any:
 def check(sweep: Sweep) -> None:
     """Validate every candidate of every open leaf, each beside the first candidates of the others, and the search."""
     for variant in sweep.variants():
-        _check(variant)
         _check_search(variant, bool(sweep.cases))
+    _check_size(sweep)
+    for variant in sweep.variants():
+        _check(variant)
+
+
+def _check_size(sweep: Sweep) -> None:
+    """Refuse more trials than can be checked one by one."""
+    if (count := sum(map(_count, sweep.variants()))) > MOST:
+        text = f"a sweep of {count:,} trials; at most {MOST:,} are possible: open fewer leaves, or lower search.samples"
+        raise InputError([told(sweep.document.place(()), "", text)])
 
 
 def varied(path: str) -> bool:
@@ -195,11 +204,9 @@ def _with(values: Mapping[str, str]) -> str:
 def trials(sweep: Sweep, seed: int = 0) -> list[Trial]:
     """Expand a sweep into its distinct experiments: for every draw of the random leaves the product of the grids."""
     found: dict[str, Trial] = {}
-    variants, apart = sweep.variants(), _told_apart(sweep)
-    if (count := sum(map(_count, variants))) > MOST:
-        text = f"a sweep of {count:,} trials; at most {MOST:,} are possible: open fewer leaves, or lower search.samples"
-        raise InputError([told(sweep.document.place(()), "", text)])
-    for i, variant in enumerate(variants):
+    apart = _told_apart(sweep)
+    _check_size(sweep)
+    for i, variant in enumerate(sweep.variants()):
         for trial in _trials(variant, seed):
             params = {"case": i, **trial.params} if sweep.cases else trial.params
             name = _short(trial.name + apart[i])

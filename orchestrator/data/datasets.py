@@ -47,10 +47,13 @@ class Dataset:
 
 def load(name: str, root: str | Path | None = None, *, download: bool = True) -> Dataset:
     """Load a known set by name, or your own by path: an .npz file or a folder of train and test images."""
-    if name in SOURCES:
-        source = SOURCES[name]
-        return _dataset(name, find(name, root, download), source.mean, source.std, source.augment)
-    arrays = _digits() if name == "digits" else _own(name, root)
+    try:
+        if name in SOURCES:
+            source = SOURCES[name]
+            return _dataset(name, find(name, root, download), source.mean, source.std, source.augment)
+        arrays = _digits() if name == "digits" else _own(name, root)
+    except (OSError, RuntimeError) as error:  # a path that is too long, not ours to read, or in the home of nobody
+        raise DataError(f"data set {name!r} cannot be read: {error}; correct its name or the data root") from error
     return _dataset(name, arrays, *_moments(arrays.x_train))
 
 
