@@ -32,6 +32,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(known)}"
 
 
+@cache
 def find(name: str) -> type[Algorithm]:
     """Return the algorithm class of the file with this name."""
     if name not in names():

@@ -399,7 +399,7 @@ def _cases(root: Document, cases: Any) -> tuple[dict[str, Any], ...]:
 
 def _override(root: Document, override: str) -> None:
     keys, equals, value = override.partition("=")
-    flag = f"--set {override}"
+    flag = f"--set {override if len(override) <= 200 else override[:199] + '…'}"
     if not equals or not all(keys.split(".")):
         raise InputError([f"{flag}: must be dotted.path=value"])
     path = keys.split(".")

@@ -19,6 +19,7 @@ Keys = tuple[str | int, ...]  # of a node: keys and list indices from the root
 LARGEST = 1_000_000  #: bytes in a file
 MOST = 5_000  #: values in a file
 DEEPEST = 30  #: lists and mappings inside one another
+LONGEST = 200  #: characters of a key
 SHOWN = 5  #: lines of an error at most
 WIDEST = 2_000  #: characters of a line of it
 
@@ -286,6 +287,8 @@ class _Parser:
         while not isinstance(key := next(self.events), yaml.MappingEndEvent):
             if not isinstance(key, yaml.ScalarEvent) or key.anchor or key.tag:
                 raise self.error(key, path, "a key must be a plain word")
+            if len(key.value) > LONGEST:
+                raise self.error(key, path, f"a key of more than {LONGEST} characters")
             if key.value in mapping:
                 raise self.error(key, (*path, key.value), "this key is already given; remove one of the two")
             mapping[key.value] = self.node(next(self.events), (*path, key.value), self.at(key))

@@ -437,3 +437,9 @@ def test_the_digest_sees_every_array_and_every_shape():
 
 def test_a_constant_channel_has_deviation_one():
     assert _moments(np.full((2, 1, 2, 2), 51, np.uint8)) == ((0.2,), (1.0,))
+
+
+@pytest.mark.parametrize(("name", "root"), [("m" * 5000, None), ("~nobody-here/x", None), ("x", "~nobody-here")])
+def test_a_path_that_leads_nowhere_is_told_in_words(name, root):
+    with pytest.raises(DataError, match=r"cannot be read: .*; correct its name or the data root"):
+        load(name, root)

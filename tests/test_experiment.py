@@ -25,7 +25,7 @@ from orchestrator.experiment import (
     read,
     read_experiment,
 )
-from orchestrator.yaml_file import LARGEST, emit, parse, scalar
+from orchestrator.yaml_file import LARGEST, WIDEST, emit, parse, scalar
 
 
 def made(text: str = "", *overrides: str) -> Experiment:
@@ -545,3 +545,27 @@ def test_reading_starts_nothing_heavy(tmp_path):
 def test_python_users_see_the_path_too():
     with pytest.raises(ValidationError, match=r"mu: must be >= 0"):
         module.Experiment(algorithm={"fedprox": {"mu": -1}})
+
+
+# Numbers and texts beyond all measure --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rounds: 9223372036854775808", "1:9: rounds: must be < 9.22337e+18, not 9223372036854775808"),
+        ("cluster: {actors: 1000000000000}", "must be <= 10000 or 'auto' or 'per_client', not 1000000000000"),
+        ("cluster: {cpu_per_actor: 1.0e-320}", "cluster.cpu_per_actor: must be >= 0.0001, not 1e-320"),
+        ("cluster: {gpu_per_actor: 1.0e-320}", "cluster.gpu_per_actor: must be 0 or at least 0.0001, not"),
+        ("search: {budget: 1.2.3s}", "search.budget: must be a time such as 90s, 20m, 2h or 1d, not '1.2.3s'"),
+    ],
+)
+def test_what_no_machine_could_count(text, said):
+    assert said in wrong(text)[0]
+
+
+def test_an_error_stays_readable_whatever_it_quotes():
+    assert wrong(f"'{'k' * 900}': 1") == ["1:1: a key of more than 200 characters"]
+    assert len(wrong(f"model: {'k' * 500_000}")[0]) <= WIDEST
+    assert "more than 30 keys" in wrong("", ".".join("a" * 5000) + "=1")[0]
+    assert f"has no '{'9' * 100}" in wrong("algorithm: fedavg", f"algorithm.{'9' * 5000}=1")[0]

@@ -351,6 +351,8 @@ def test_errors_name_the_remedy():
         build("resnet20", (3, 32, 32), 10, experts=2)
     with pytest.raises(ValueError, match=r"experts .* must be 1 to 100, not 0"):
         build("resnet32", (3, 32, 32), 10, experts=0)
+    with pytest.raises(ValueError, match=r"width .* must be 1 to 256, not 1000000000"):
+        build("resnet8", (3, 32, 32), 10, width=10**9)
 
 
 def test_default_models_exist():

@@ -1,6 +1,7 @@
 """Open leaves: reading, checking, drawing, expanding."""
 
 import math
+import re
 
 import pytest
 
@@ -249,9 +250,40 @@ def test_too_many_trials_are_refused_before_they_are_made():
     assert wrong(text) == [
         f"1:1: a sweep of 1,000,000 trials; at most {MOST:,} are possible: open fewer leaves, or lower search.samples"
     ]
-    assert wrong("search: {samples: 1000000000}\nexperiment: {seed: !randint [0, 9]}")[0].startswith(
-        "a sweep of 1,000,"
-    )
+    for sweep in (
+        "search: {samples: 1000000000}\nexperiment: {seed: !randint [0, 9]}",
+        "search: {searcher: grid}\nexperiment: {rounds: !randint [1, 1000000000001]}",
+        "search: {searcher: grid}\nexperiment: {local: {lr: !quniform [1, 2, 1.0e-12]}}",
+        f"search: {{}}\nexperiment: {{seed: !grid [{numbers}]}}\ncases: [{', '.join(['{rounds: 2}'] * 101)}]",
+    ):
+        assert re.match(r"\d+:\d+: a sweep of [0-9,]{6,} trials; at most 10,000", wrong(sweep)[0])
+
+
+def test_a_prior_may_be_open_beside_a_loss_that_is_none():
+    for loss in ("null", "3", "[[1]]"):
+        assert "local.loss: must be one loss" in wrong(f"local: {{loss: {loss}, prior: !grid [none, local]}}")[0]
+
+
+def test_the_chain_of_a_case_may_be_open():
+    found = expand("search: {}\ncases: [{algorithm: !grid [fedavg, local]}, {algorithm: [!grid [fedper]], rounds: 3}]")
+    assert [t.name for t in found] == ["fedavg", "local", "fedper"]
+
+
+def test_many_mistakes_and_many_candidates_are_told_soon():
+    keys = "\n".join(f"k{i}: 1" for i in range(2000))
+    assert len(wrong(f"seed: !grid [{', '.join(map(str, range(2000)))}]\n{keys}")) == 2000
+
+
+@pytest.mark.parametrize(
+    ("leaf", "text"),
+    [
+        ("!quniform [0, 1, 1.0e-320]", "is too small a step between 0 and 1"),
+        ("!randint [0, 9223372036854775809]", "between -2 ** 63 and 2 ** 63"),
+        ("!sample 'round(5, 0 - 10 ** 12)'", "rounded to more than 100 digits"),
+    ],
+)
+def test_numbers_beyond_all_measure(leaf, text):
+    assert text in wrong(f"local: {{lr: {leaf}}}")[0]
 
 
 # Names ---------------------------------------------------------------------------------------------------------------
