@@ -338,7 +338,7 @@ def test_any_input_ends_in_a_sweep_or_in_words(kind, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("kind", "cases"), [("bytes", 1500), ("trees", 5000), ("files", 2500), ("overrides", 1500)])
+@pytest.mark.parametrize(("kind", "cases"), [("bytes", 6000), ("trees", 2500), ("files", 1000), ("overrides", 1000)])
 def test_ten_thousand_inputs_end_in_a_sweep_or_in_words(kind, cases, tmp_path):
     seen = fuzz(tmp_path, FEEDS[kind], max_examples=cases)
-    assert sum(seen.values()) >= 0.9 * cases
+    assert sum(seen.values()) >= cases
