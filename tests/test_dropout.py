@@ -17,8 +17,8 @@ def test_every_method_goes_on_without_some(name):
 TRAIN = FedAvg.train
 
 
-def heard(run, monkeypatch):
-    """Run, and return who has trained in each round."""
+def heard(experiment, monkeypatch):
+    """Run, and return who has trained in each round, and the run."""
     log = []
 
     def noting(self, server, clients):
@@ -26,14 +26,13 @@ def heard(run, monkeypatch):
         TRAIN(self, server, clients)
 
     monkeypatch.setattr(FedAvg, "train", noting)
-    finish(run)
-    return log
+    return log, finish(driver(experiment))
 
 
 def test_those_who_answer_are_a_part_of_those_drawn(monkeypatch):
     changes = {"rounds": 40, "clients_per_round": 4, "evaluate": {"every": 40}}
-    drawn = heard(driver(tiny(**changes)), monkeypatch)
-    there = heard(run := driver(tiny(**changes, failures={"dropout": 0.3})), monkeypatch)
+    drawn, _ = heard(tiny(**changes), monkeypatch)
+    there, run = heard(tiny(**changes, failures={"dropout": 0.3}), monkeypatch)
     assert all(some <= those for some, those in zip(there, drawn, strict=True))
     assert all(there), "somebody always answers"
     away = [len(those - some) for some, those in zip(there, drawn, strict=True)]
