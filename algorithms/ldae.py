@@ -74,6 +74,7 @@ class LDAE(FedAvg):
             Omega_k, Omega = server.proxies, server.prior
             if self.grouping == "label_distribution":
                 Omega_k = clients.only(ids).map(self.label_counts)
+                ids = sorted(Omega_k)
                 Omega = torch.stack([Omega_k[k] for k in ids]).sum(0)
             ranking = sorted(ids, key=lambda k: -float(F.cosine_similarity(Omega_k[k], Omega, dim=0)))
         return [part.tolist() for part in np.array_split(ranking, self.num_experts)]

@@ -31,7 +31,7 @@ def stream(seed: int, *key: int) -> int:
 
 
 #: First numbers of a stream's key: who draws from it.
-CALL, MEMORY, SAMPLING, SERVER = range(4)
+CALL, MEMORY, SAMPLING, SERVER, DROPOUT = range(5)
 
 
 @dataclass(frozen=True)

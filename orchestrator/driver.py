@@ -17,7 +17,7 @@ from algorithms.losses import Loss
 from algorithms.params import Params
 from algorithms.portraits import Sitting, portraits
 from orchestrator.checkpoint import CheckpointError, RunDirectory, fingerprint
-from orchestrator.client import CPU, SAMPLING, SERVER, Job, Result, Worker, network, own, place, size, stream
+from orchestrator.client import CPU, DROPOUT, SAMPLING, SERVER, Job, Result, Worker, network, own, place, size, stream
 from orchestrator.data import Dataset, Split, split
 from orchestrator.evaluate import Scores, SortedTest
 from orchestrator.experiment import Experiment
@@ -119,7 +119,7 @@ class Cohort:
 
     def only(self, ids: Sequence[int]) -> Cohort:
         """Return the cohort of just these clients of the population."""
-        return Cohort(self._driver, sorted(ids), self._turn, self.rng)
+        return Cohort(self._driver, self._driver.present(sorted(ids)), self._turn, self.rng)
 
 
 class Driver:
@@ -189,7 +189,8 @@ class Driver:
         rng = np.random.default_rng(stream(seed, SERVER, self.round))
         torch.manual_seed(stream(seed, SERVER, self.round, 1))
         server = State(place(self.server.fields(), self.device))
-        turn.phase.step(server, Cohort(self, self._draw(turn), turn, rng))  # type: ignore[arg-type]
+        self._away: set[int] = set()
+        turn.phase.step(server, Cohort(self, self.present(self._draw(turn)), turn, rng))  # type: ignore[arg-type]
         # The round is in: only now it counts.
         self.server = State(place(server.fields(), CPU))
         self.memory |= self._pending
@@ -199,6 +200,8 @@ class Driver:
         if self._steps:
             metrics["train/loss"] = self._loss / self._steps
         metrics |= {"bytes/up": float(self._up), "bytes/down": float(self._down)}
+        if self._away:
+            metrics["clients/dropped"] = float(len(self._away))
         if self._rejected:
             metrics["clients/rejected"] = float(len(self._rejected))
         line = {"round": self.round, "phase": turn.name, "metrics": metrics}
@@ -239,6 +242,16 @@ class Driver:
             return list(self.selectable)
         rng = np.random.default_rng(stream(self.experiment.seed, SAMPLING, turn.index))
         return sorted(rng.choice(self.selectable, wanted, replace=False).tolist())
+
+    def present(self, ids: Sequence[int]) -> list[int]:
+        """Leave out the clients that do not answer in this round, whoever asks them; one always does."""
+        share, seed = self.experiment.failures.dropout, self.experiment.seed
+        if not share:
+            return list(ids)
+        away = {id for id in ids if np.random.default_rng(stream(seed, DROPOUT, self.round, id)).random() < share}
+        away -= set(ids[:1]) if len(away) == len(ids) else set()
+        self._away |= away
+        return [id for id in ids if id not in away]
 
     def call(
         self,

@@ -190,8 +190,9 @@ class Evaluate(Part):
 
 
 class Failures(Part):
-    """What is done when something breaks."""
+    """What breaks, where that is part of what is studied, and what is done when something breaks."""
 
+    dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     retries: Annotated[Whole, Field(ge=0)] = 3
     client_timeout_s: Positive | None = None
     bad_update: Literal["fail", "skip"] = "fail"

@@ -51,7 +51,7 @@ def prefixes(experiment: Experiment, digest: str, device: str = "cpu") -> list[P
     common |= {
         "format": FORMAT,
         "data": experiment.data.model_dump(mode="json", exclude={"root"}) | {"digest": digest},
-        "bad_update": experiment.failures.bad_update,
+        "failures": [experiment.failures.bad_update, experiment.failures.dropout],
         "threads": experiment.cluster.threads,
         "device": device,
         "experts": [part.experts for part in chain],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import math
@@ -51,7 +50,7 @@ def ui_command(uri: str) -> str | None:
     if not _is_database(uri):
         return None
     mlflow = "mlflow" if shutil.which("mlflow") else f"{shlex.quote(sys.executable)} -m mlflow"
-    store = shlex.quote(_public(_absolute(uri)))
+    store = shlex.quote(public(absolute(uri)))
     return f"MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false {mlflow} ui --backend-store-uri {store} --workers 1 --port 5000"
 
 
@@ -59,7 +58,7 @@ def prepare(uri: str, artifacts: Path) -> None:
     """Create the sqlite database of a URI exactly once, however many processes ask at the same time."""
     if not uri.startswith("sqlite:///"):
         return
-    database = Path(_absolute(uri).removeprefix("sqlite:///"))
+    database = Path(absolute(uri).removeprefix("sqlite:///"))
     database.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{database}.lock"):
         if database.exists():
@@ -78,7 +77,7 @@ class Mirror:
     """Copy a sweep's directory to MLflow from one thread; an MLflow that is away delays nothing and loses nothing."""
 
     def __init__(self, uri: str, sweep_dir: Path, *, experiment: str, tags: Mapping[str, str]) -> None:
-        self.uri, self.dir = _absolute(uri), sweep_dir.resolve()
+        self.uri, self.dir = absolute(uri), sweep_dir.resolve()
         self.last_error: str | None = None
         self._trials: dict[str, SpooledTrial] = {}
         self._client: Any = None
@@ -88,13 +87,13 @@ class Mirror:
         self._thread = threading.Thread(target=self._loop, name="mlflow-mirror", daemon=True)
         old = read_json(self.dir / "mlflow.json")
         self._closed: dict[str, Any] = old.get("closing") or {}  # how an earlier process closed the sweep
-        if old.get("tracking_uri") != _public(self.uri):  # another store has other ids
+        if old.get("tracking_uri") != public(self.uri):  # another store has other ids
             old |= NOTHING
         # A sweep that is resumed stays in the experiment that it began in.
         home = old.get("experiment") or experiment
-        given = {"tracking_uri": _public(self.uri), "experiment": home, "tags": dict(tags), "closing": None}
+        given = {"tracking_uri": public(self.uri), "experiment": home, "tags": dict(tags), "closing": None}
         self._record: dict[str, Any] = {"sweep": uuid.uuid4().hex, **NOTHING, **old, **given}
-        self._keep = True
+        self.keep_record = True
 
     def start(self) -> None:
         """Start the thread that does all the work."""
@@ -127,7 +126,7 @@ class Mirror:
 
     def page(self) -> str:
         """Return where MLflow shows the sweep, once it is there."""
-        server = "http://127.0.0.1:5000" if _is_database(self.uri) else _public(self.uri).rstrip("/")
+        server = "http://127.0.0.1:5000" if _is_database(self.uri) else public(self.uri).rstrip("/")
         return f"{server}/#/experiments/{self._record['experiment_id']}/runs?workflowType=machine_learning"
 
     def owed(self) -> int:
@@ -154,6 +153,17 @@ class Mirror:
         self.last_error = (self.last_error or f"not done within {timeout:g} s") if owed else None
         return owed
 
+    def deliver_all(self, status: str, summary: str | None, note: str | None, metrics: Mapping[str, float]) -> None:
+        """Bring MLflow up to a directory in which nothing runs any more, from this thread."""
+        for path in sorted(self.dir.glob("trials/*/trial.json")):
+            self.finish(path.parent.name)
+        try:
+            with self._sole:
+                self._end(status, summary, note, metrics)
+                self._deliver(closing=True)
+        except Exception as error:
+            self.last_error = self._explain(error)
+
     def _end(self, status: str, summary: str | None, note: str | None, metrics: Mapping[str, float]) -> None:
         """Put on record how the sweep ended (an MLflow that is away hears it later) and end what still runs."""
         finite = {key: float(value) for key, value in metrics.items() if math.isfinite(value)}
@@ -169,7 +179,7 @@ class Mirror:
         """Change the record by replacing its values, so that other threads may read them, and write it."""
         with self._lock:
             self._record |= changes
-            if self._keep:
+            if self.keep_record:
                 fresh = self.dir / "mlflow.json.new"
                 fresh.write_text(json.dumps(self._record, indent=1))
                 fresh.replace(self.dir / "mlflow.json")
@@ -191,7 +201,7 @@ class Mirror:
         self._sole.release(force=True)
 
     def _explain(self, error: Exception) -> str:
-        text = " ".join(str(error).replace(self.uri, _public(self.uri)).split())
+        text = " ".join(str(error).replace(self.uri, public(self.uri)).split())
         return f"{type(error).__name__}: {text}"[:300]
 
     def _deliver(self, closing: bool) -> None:
@@ -348,31 +358,6 @@ class Mirror:
             client.log_batch(run, metrics[some], settings[few], labels[few])
 
 
-def sync(sweep_dir: Path, uri: str | None = None) -> int:
-    """Deliver what a directory still owes, to its own MLflow or to another, and return what is owed after that."""
-    return _sync(sweep_dir, uri).owed()
-
-
-def _sync(sweep_dir: Path, uri: str | None) -> Mirror:
-    sweep_dir = sweep_dir.resolve()
-    old = read_json(sweep_dir / "mlflow.json")
-    home = old.get("tracking_uri") or uri or default_uri(sweep_dir.parent)
-    experiment = old.get("experiment") or sweep_dir.name
-    mirror = Mirror(uri or home, sweep_dir, experiment=experiment, tags=old.get("tags") or {})
-    mirror._keep = _public(mirror.uri) == _public(_absolute(home))  # an import leaves the sweep's own record alone
-    for path in sorted(sweep_dir.glob("trials/*/trial.json")):
-        mirror.finish(path.parent.name)
-    finished = not old and (sweep_dir / "summary.json").exists()
-    closed = old.get("closing") or {"status": "FINISHED" if finished else "KILLED"}
-    try:
-        with mirror._sole:
-            mirror._end(closed["status"], closed.get("summary"), closed.get("note"), closed.get("metrics") or {})
-            mirror._deliver(closing=True)
-    except Exception as error:
-        mirror.last_error = mirror._explain(error)
-    return mirror
-
-
 def _mlflow() -> Any:
     """Import MLflow, which takes seconds, with defaults that the user's environment may override."""
     for name, value in DEFAULTS.items():
@@ -408,31 +393,12 @@ def _is_database(uri: str) -> bool:
     return re.match(r"(sqlite|postgresql|mysql|mssql)(\+\w+)?:", uri) is not None
 
 
-def _absolute(uri: str) -> str:
+def absolute(uri: str) -> str:
+    """Return a database's URI with its whole path."""
     path = uri.removeprefix("sqlite:///")
     return uri if path == uri else f"sqlite:///{Path(path).resolve()}"
 
 
-def _public(uri: str) -> str:
+def public(uri: str) -> str:
     """Leave out a password: run directories and messages are passed around."""
     return re.sub(r"//[^/@]*@", "//", uri)
-
-
-def main() -> int:
-    """Run `python -m orchestrator.tracking sync DIR/NAME [--tracking-uri URI]`."""
-    parser = argparse.ArgumentParser(prog="python -m orchestrator.tracking", description=__doc__)
-    command = parser.add_subparsers(required=True).add_parser("sync", help="deliver what a run directory still owes")
-    command.add_argument("directory", type=Path, metavar="DIR/NAME")
-    command.add_argument("--tracking-uri", metavar="URI", help="another MLflow than the directory's own")
-    options = parser.parse_args()
-    if not (options.directory / "trials").is_dir():
-        parser.error(f"{options.directory} is not a sweep's directory: it has no trials/")
-    mirror = _sync(options.directory, options.tracking_uri)
-    owed = mirror.owed()
-    said = f"still owes {owed} lines and endings ({mirror.last_error})" if owed else "is complete"
-    sys.stdout.write(f"{options.directory} {said} in {_public(mirror.uri)}\n")
-    return int(owed > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

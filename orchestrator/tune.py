@@ -294,7 +294,8 @@ def _tell(
     if owed:
         text = (
             f"MLflow could not be reached ({mirror.last_error}); {owed} lines and endings wait in the directory. "
-            f"Later, type:\n  {sys.executable} -m orchestrator.tracking sync {directory} --tracking-uri {uri}"
+            f"Later, type:\n  {sys.executable} -m orchestrator.sync {directory}"
+            + ("" if tracking.public(uri) == uri else " --tracking-uri URI   (with its password: none is kept)")
         )
     else:
         command = tracking.ui_command(uri)

@@ -2,6 +2,7 @@
 
 import re
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,8 @@ def test_nodes_install_this_project_at_the_versions_that_were_tested(path):
     for here in config["file_mounts"].values():
         assert here.startswith("~") or (ROOT / here).exists()
     # All that the package consists of is copied.
-    packages = re.search(r"^packages = \[(.*)\]", (ROOT / "pyproject.toml").read_text(), re.M)[1]
-    assert {name.split(".")[0] for name in re.findall(r'"(.*?)"', packages)} <= set(config["file_mounts"].values())
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert {name.split(".")[0] for name in packages} <= set(config["file_mounts"].values())
 
 
 def test_machines_in_the_cloud_come_on_demand_and_end_for_good():

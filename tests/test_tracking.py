@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from orchestrator import tracking
+from orchestrator.sync import sync
 
 ROOT = Path(__file__).parents[1]
 START = 1763260000.123
@@ -326,7 +327,7 @@ def test_sync_into_another_store(uri, sweep, tmp_path):
     record = (sweep.path / "mlflow.json").read_text()
     other = tracking.default_uri(tmp_path / "elsewhere")
     for _ in range(2):  # the second time changes nothing
-        assert tracking.sync(sweep.path, other) == 0
+        assert sync(sweep.path, other).owed() == 0
     assert (sweep.path / "mlflow.json").read_text() == record
     found = runs(other, sweep.path.name)
     assert {name: len(same) for name, same in found.items()} == {
@@ -362,7 +363,7 @@ def test_an_unreachable_server_costs_nothing_and_sync_delivers_later(uri, sweep)
     assert m.last_error
     assert "\n" not in m.last_error
 
-    command = [sys.executable, "-m", "orchestrator.tracking", "sync", str(sweep.path)]
+    command = [sys.executable, "-m", "orchestrator.sync", str(sweep.path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout.count("\n")) == (1, 1), done.stderr
     assert "owes 10" in done.stdout
@@ -385,12 +386,12 @@ def test_a_directory_has_one_writer(uri, sweep):
     m.start()
     m.watch("0000")
     wait(lambda: m.run_id("0000"))
-    assert tracking.sync(sweep.path) > 0
+    assert sync(sweep.path).owed() > 0
     assert client(uri).get_run(m.run_id("0000")).info.status == "RUNNING"
     sweep.status("0000", "FINISHED")
     m.finish("0000")
     assert m.close("FINISHED") == 0
-    assert tracking.sync(sweep.path) == 0
+    assert sync(sweep.path).owed() == 0
 
 
 def test_passwords_stay_out_of_the_directory(sweep):
