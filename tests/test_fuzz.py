@@ -348,7 +348,7 @@ def test_any_input_ends_in_a_sweep_or_in_words(kind, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("kind", "cases"), [("bytes", 6000), ("trees", 2500), ("files", 1000), ("overrides", 1000)])
+@pytest.mark.parametrize(("kind", "cases"), [("bytes", 2000), ("trees", 8000), ("files", 4000), ("overrides", 3000)])
 def test_ten_thousand_inputs_end_in_a_sweep_or_in_words(kind, cases, tmp_path):
     seen = fuzz(tmp_path, FEEDS[kind], max_examples=cases)
     assert sum(seen.values()) >= cases
