@@ -230,6 +230,7 @@ def test_a_dry_run_shows_everything_and_starts_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_early_stopping_ends_the_worst_in_their_first_phase(tmp_path):
     (tmp_path / "asha.yaml").write_text(
         "search: {metric: personal/acc_owned, scheduler: asha}\n"
