@@ -71,10 +71,9 @@ class BalancedSoftmax(Loss):
 
 @dataclass(frozen=True)
 class FedLC(Loss):
-    """FedLC (Zhang et al., ICML 2022): CE(z - tau n^{-1/4}, y) of the client's own counts n.
+    """FedLC (Zhang et al., ICML 2022): CE(z - tau n^{-1/4}, y) of the client's own counts n."""
 
-    The printed formula leaves the true class out of the denominator; that collapses, so here it is in.
-    """
+    # The printed formula leaves the true class out of the denominator; that collapses, so here it is in.
 
     takes: ClassVar[Statistic] = "own_counts"
     margin: float = knob(1.0, ge=0)  #: tau; 0: cross entropy
