@@ -16,7 +16,19 @@ from algorithms.priors import ESTIMATED
 DEFAULT = "fedavg"
 
 #: Files that are no algorithm.
-SHARED = {"__init__", "base", "params", "losses", "priors", "maths", "heads", "federated_features", "parts", "pictures"}
+SHARED = {
+    "__init__",
+    "aggregations",
+    "base",
+    "params",
+    "losses",
+    "priors",
+    "maths",
+    "heads",
+    "federated_features",
+    "parts",
+    "pictures",
+}
 
 
 @cache

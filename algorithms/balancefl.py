@@ -42,7 +42,7 @@ class BalanceFL(FedAvg):
             return self.loss(client, client.classify(w, h), client.classify(w, h + noisy * noise), teacher, y)
 
         w = client.fit(objective, rows=balanced(client.y), w=w).w
-        return Sum(n=client.n, w=client.n * w)
+        return Sum.weighted(client.n, w=w)
 
     def spread(self, client: Client, w: Params) -> Tensor:
         """Return A [n_k, d] with A^T A = M = sum_c n_k^c M^c / n_k, so that eA ~ N(0, M) for e ~ N(0, I).

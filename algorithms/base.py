@@ -59,7 +59,19 @@ class Sum:
     """Named terms that are added over clients, in float64: numbers, tensors, Params, or dicts of these."""
 
     def __init__(self, **terms: Any) -> None:
-        self._terms = terms
+        self._terms, self._weights = terms, dict[str, float]()
+
+    @classmethod
+    def weighted(cls, n: float, **terms: Any) -> Sum:
+        """Return terms that count n times each, and n; `total.w / total.n` is then the weighted mean of w."""
+        return cls.weighing(dict.fromkeys(terms, n), n=n, **{k: _times(v, n) for k, v in terms.items()})
+
+    @classmethod
+    def weighing(cls, weights: Mapping[str, float], /, **terms: Any) -> Sum:
+        """Return terms of which some are known to hold a weight already."""
+        made = cls(**terms)
+        made._weights = dict(weights)
+        return made
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in self._terms:
@@ -70,25 +82,38 @@ class Sum:
         """Return name and value of every term."""
         return self._terms
 
+    def weights(self) -> dict[str, float]:
+        """Return how often each weighted term counts."""
+        return self._weights
+
+    def __or__(self, other: Sum) -> Sum:
+        """Return the terms of both."""
+        return Sum.weighing(self._weights | other._weights, **self._terms, **other._terms)
+
     def __add__(self, other: Sum) -> Sum:
         if self._terms.keys() != other._terms.keys():
             raise ValueError(f"clients sent different terms: {sorted(self._terms)} and {sorted(other._terms)}")
-        return Sum(**{k: _plus(_wide(v), _wide(other._terms[k])) for k, v in self._terms.items()})
+        weights = {k: w + other._weights.get(k, 0) for k, w in self._weights.items()}
+        return Sum.weighing(weights, **{k: _plus(_wide(v), _wide(other._terms[k])) for k, v in self._terms.items()})
 
     def to(self, device: torch.device) -> Sum:
         """Move every term to a device."""
-        return Sum(**{k: _moved(v, device) for k, v in self._terms.items()})
+        return Sum.weighing(self._weights, **{k: _moved(v, device) for k, v in self._terms.items()})
 
     def widen(self) -> Sum:
         """Return the same terms in the precision in which they are added."""
-        return Sum(**{k: _wide(v) for k, v in self._terms.items()})
+        return Sum.weighing(self._weights, **{k: _wide(v) for k, v in self._terms.items()})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _sum, (self._terms,)
+        return _sum, (self._weights, self._terms)
 
 
-def _sum(terms: dict[str, Any]) -> Sum:
-    return Sum(**terms)
+def _sum(weights: dict[str, float], terms: dict[str, Any]) -> Sum:
+    return Sum.weighing(weights, **terms)
+
+
+def _times(value: Any, n: float) -> Any:
+    return {k: _times(v, n) for k, v in value.items()} if isinstance(value, dict) else n * value
 
 
 def _wide(value: Any) -> Any:
@@ -241,6 +266,12 @@ class Card(NamedTuple):
     uploads: str = "model"  #: what a client sends to the server
     keeps: str = ""  #: what stays with the client between its rounds
     needs: str = ""  #: what plain federated learning does not have, e.g. data on the server
+    singles: str = ""  #: what the server must know of each client: its whole "upload", or something of it; else sums do
+
+    @property
+    def sums(self) -> bool:
+        """Whether the server adds uploads up."""
+        return self.uploads != "nothing" and self.singles != "upload"
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class BPFed(Algorithm):
         """Train {U, V_k}, keep V_k, send U_k (eq. 9)."""
         fit = client.fit(self.mixed, U=U, V=client.state.V)
         client.state.V = fit.V
-        return Sum(n=client.n, U=client.n * fit.U)
+        return Sum.weighted(client.n, U=fit.U)
 
     def mixed(self, client: Client, x: Tensor, y: Tensor, U: Params, V: Params) -> Tensor:
         """Return the loss on lambda (x_i, y_i) + (1 - lambda) (x_j, y_j), the j being shuffled i (eqs. 7, 8, 10)."""
@@ -99,7 +99,7 @@ class BPFed(Algorithm):
         several = [z_c for z_c in (z[client.y == c] for c in client.owned) if len(z_c) > 1]
         M = sum((len(z_c) * torch.cov(z_c.T) for z_c in several), torch.zeros(z.shape[1], z.shape[1], device=z.device))
         counted = client.n if self.singleton == "zero" else sum(map(len, several))
-        return Sum(n=client.n if counted else 0, M=client.n * M / max(1, counted))
+        return Sum.weighted(client.n if counted else 0, M=M / max(1, counted))
 
     def rebalance(self, client: Client, U: Params, root: Tensor | None) -> None:
         """Retrain V_k and a scale s per class (cRT with LWS) on balanced features (eq. 18), then fold s into V_k."""

@@ -19,7 +19,9 @@ from algorithms.params import Params
 class CLIMB(FedAvg):
     """FedAvg with a weight omega_k on each client's loss, which every few rounds follows the client's excess loss."""
 
-    card: ClassVar[Card] = Card("class imbalance", "model; its loss now and then", needs="losses of clients not drawn")
+    card: ClassVar[Card] = Card(
+        "class imbalance", "model; loss at times", needs="losses of all clients", singles="loss"
+    )
     dual_lr: float = knob(1.0, ge=0)  #: eta_d, step size of the multipliers; 0: FedAvg
     dual_max: float = knob(100.0, gt=0)  #: largest lambda_k
     tolerance: float = knob(1.0, ge=0)  #: eps, how far a client's loss may exceed the mean
@@ -44,7 +46,7 @@ class CLIMB(FedAvg):
     def weighted(self, client: Client, w: Params, omega: Mapping[int, float]) -> Sum:
         """Train the received model and send it back, weighted by n_k omega_k."""
         n = client.n * omega[client.id]
-        return Sum(n=n, w=n * client.fit(self.objective, w=w).w)
+        return Sum.weighted(n, w=client.fit(self.objective, w=w).w)
 
     def dual(self, server: State, clients: Cohort) -> dict[int, float]:
         """lambda_k <- clip(lambda_k + eta_d (l_k - mean(l) - eps) / K, 0, dual_max), for all K clients."""

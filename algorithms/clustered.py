@@ -20,7 +20,7 @@ from algorithms.params import Params
 class ClusteredFedAvg(FedAvg):
     """Clients whose updates point the same way share one update."""
 
-    card: ClassVar[Card] = Card("personalized", keeps="its cluster's model")
+    card: ClassVar[Card] = Card("personalized", keeps="its cluster's model", singles="upload")
     num_clusters: int = knob(4, ge=1)  #: kappa; with as many as there are clients in a round this is FedAvg
     eval_model: Literal["cluster", "global"] = "cluster"  #: w~_i as it was when the client was last drawn, or w_glo
 
@@ -37,7 +37,7 @@ class ClusteredFedAvg(FedAvg):
         w_tilde = {i: server.model + mean for i, mean in zip(sent, means, strict=True)}
         if self.eval_model == "cluster":
             clients.only(list(sent)).map(self.receive, each=w_tilde)
-        total = ff.fold(Sum(n=n, w=n * w_tilde[i]) for i, (n, _) in sent.items())
+        total = ff.fold(Sum.weighted(n, w=w_tilde[i]) for i, (n, _) in sent.items())
         server.model = total.w / total.n
 
     def update(self, client: Client, w: Params) -> tuple[int, Params]:

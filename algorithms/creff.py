@@ -22,7 +22,7 @@ from algorithms.params import Params
 class CReFF(FedAvg):
     """FedAvg whose classifier is replaced by one that has seen as many (federated) features of every class."""
 
-    card: ClassVar[Card] = Card("class imbalance", uploads="model, class gradients")
+    card: ClassVar[Card] = Card("class imbalance", uploads="model, class gradients", singles="classes")
     features_per_class: int = knob(100, ge=1)  #: m
     match_steps: int = knob(100, ge=0)  #: SGD steps on the features in a round
     match_lr: float = knob(0.1, gt=0)  #: their learning rate

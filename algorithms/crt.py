@@ -43,4 +43,4 @@ class CRT(Algorithm):
 
         rows = balanced(client.y) if self.sampling == "class_balanced" else None
         v = client.fit(objective, rows=rows, lr=self.lr, v=w.head).v
-        return Sum(n=client.n, v=client.n * v)
+        return Sum.weighted(client.n, v=v)

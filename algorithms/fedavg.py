@@ -26,7 +26,7 @@ class FedAvg(Algorithm):
     def local(self, client: Client, w: Params) -> Sum:
         """Train the received model and send it back, weighted by n_k."""
         w = client.fit(self.objective, w=w).w
-        return Sum(n=client.n, w=client.n * w)
+        return Sum.weighted(client.n, w=w)
 
     def objective(self, client: Client, x: Tensor, y: Tensor, w: Model) -> Tensor:
         """Return the experiment's loss on a batch."""

@@ -39,7 +39,7 @@ class FedBABU(FedAvg):
 
     def local(self, client: Client, w: Params) -> Sum:
         """Train theta under the common classifier and send it."""
-        return Sum(n=client.n, w=client.n * alone(client, self.objective, w.head, w.body))
+        return Sum.weighted(client.n, w=alone(client, self.objective, w.head, w.body))
 
     def personalize(self, server: State, clients: Cohort) -> None:
         """Send the global model once more; nothing comes back."""

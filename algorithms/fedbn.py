@@ -33,7 +33,7 @@ class FedBN(FedAvg):
 
     def local(self, client: Client, shared: Params) -> Sum:
         """Train the received layers together with the client's own batch norms."""
-        return Sum(n=client.n, w=client.n * together(client, self.objective, shared))
+        return Sum.weighted(client.n, w=together(client, self.objective, shared))
 
     def personal(self, client: Client, *view: Any) -> Predictor:
         """Predict with the shared layers and the client's own batch norms."""

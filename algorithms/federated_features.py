@@ -67,7 +67,7 @@ def class_gradients(client: Client, w: Model, batch: int = 32, repeats: int = 10
 
 def weighted(n: int, w: Params, z: dict[int, Tensor]) -> Sum:
     """Return what is added up over clients: n_i w_i, and of each class the gradients and how many sent one."""
-    return Sum(n=n, w=n * w, z=z, senders=dict.fromkeys(z, 1))
+    return Sum.weighted(n, w=w) | Sum(z=z, senders=dict.fromkeys(z, 1))
 
 
 def fold(sums: Iterable[Sum]) -> Sum:

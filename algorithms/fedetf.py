@@ -74,7 +74,7 @@ class FedETF(Algorithm):
 
     def local(self, client: Client, theta: Params, p: Params, V: Tensor) -> Sum:
         """Send the trained model."""
-        return Sum(n=client.n, w=client.n * self.aligned(client, joined(theta, p), V))
+        return Sum.weighted(client.n, w=self.aligned(client, joined(theta, p), V))
 
     def aligned(self, client: Client, w: Params, V: Tensor, epochs: int | None = None) -> Params:
         """Minimise BSM(beta V h, y; n_k^c), or the dot regression (Yang et al., NeurIPS 2022)."""

@@ -106,7 +106,7 @@ class FedLoGe(Algorithm):
 
         fit = client.fit(objective, theta=theta, psi=psi, phi=client.state.phi)
         client.state.phi = fit.phi
-        return Sum(n=client.n, theta=client.n * fit.theta, psi=client.n * fit.psi)
+        return Sum.weighted(client.n, theta=fit.theta, psi=fit.psi)
 
     def alignment(self, client: Client, h: Tensor, y: Tensor, fixed: Model) -> Tensor:
         """CE(Psi* h, y), or the dot regression 1/2 (m_y . h/|h| - |m_y|)^2 (Yang et al., NeurIPS 2022)."""

@@ -31,4 +31,4 @@ class FedNova(FedAvg):
         fit, n = client.fit(self.objective, w=w), client.n
         a = effective_steps(fit.steps, client.momentum)
         d = (w.flat - fit.w.flat) / (a or 1)  # who could take no step sends zeros
-        return Sum(n=n, a=n * a, d=n * d, buffers=n * fit.w.buffers)
+        return Sum.weighted(n, a=a, d=d, buffers=fit.w.buffers)

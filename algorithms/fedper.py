@@ -29,7 +29,7 @@ class FedPer(FedAvg):
 
     def local(self, client: Client, body: Params) -> Sum:
         """Train (W_B, W_P,k) and send W_B."""
-        return Sum(n=client.n, w=client.n * together(client, self.objective, body).body)
+        return Sum.weighted(client.n, w=together(client, self.objective, body).body)
 
     def personal(self, client: Client, *view: Any) -> Predictor:
         """Predict with the shared body and the client's own classifier."""

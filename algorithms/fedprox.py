@@ -19,4 +19,4 @@ class FedProx(FedAvg):
     def local(self, client: Client, w: Params) -> Sum:
         """Minimise F_k(w) + mu/2 ||w - w_glo||^2."""
         w = client.fit(proximal(self.objective, self.mu, anchor=w), w=w).w
-        return Sum(n=client.n, w=client.n * w)
+        return Sum.weighted(client.n, w=w)

@@ -37,7 +37,7 @@ class FedRep(FedAvg):
         """Train h_k, then phi."""
         h = client.state.own = alone(client, self.objective, phi, client.state.own, self.head_epochs)
         phi = alone(client, self.objective, h, phi, self.body_epochs)
-        return Sum(n=client.n, w=client.n * joined(phi, h))
+        return Sum.weighted(client.n, w=joined(phi, h))
 
     def generic(self, client: Client, *view: Any) -> Predictor | None:
         """Predict with the representation and the average of the classifiers."""

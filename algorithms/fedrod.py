@@ -28,7 +28,7 @@ class FedRoD(FedAvg):
         """Train (theta, psi_G) and, beside it, the client's own psi_P; send the former."""
         fit = client.fit(self.decoupled, w=w, psi=client.state.psi)
         client.state.psi = fit.psi
-        return Sum(n=client.n, w=client.n * fit.w)
+        return Sum.weighted(client.n, w=fit.w)
 
     def decoupled(self, client: Client, x: Tensor, y: Tensor, w: Model, psi: Model) -> Tensor:
         """BSM(z_G, y; n_k^c) for the generic model, plus the loss of z_G + z_P, which moves nothing but psi_P."""

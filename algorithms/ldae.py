@@ -101,8 +101,7 @@ class LDAE(FedAvg):
 
         theta = model.where(lambda name: not name.startswith(("body.experts.", "head.experts.")))
         fit = client.fit(objective, theta=theta, E=model.under(f"body.experts.{i}.", f"head.experts.{i}."))
-        n = client.n
-        return Sum(n=n, theta=n * fit.theta, n_of={i: n}, E={i: n * fit.E})
+        return Sum.weighted(client.n, theta=fit.theta, E={i: fit.E}) | Sum(n_of={i: client.n})
 
     def objective(self, client: Client, x: Tensor, y: Tensor, w: Model, i: int | None = None) -> Tensor:
         """Eq. 8; of own logits the losses of all experts, or while only E_i is trained M times that of v_i."""

@@ -46,7 +46,7 @@ class LGFedAvg(FedAvg):
     def local(self, client: Client, shared: Params) -> Sum:
         """Train the whole network and send its shared layers."""
         w = together(client, self.objective, shared)
-        return Sum(n=client.n, w=client.n * w.where(shared.__contains__))
+        return Sum.weighted(client.n, w=w.where(shared.__contains__))
 
     def generic(self, client: Client, *view: Any) -> Predictor | None:
         """Nobody shares the extractor, so there is no generic model."""

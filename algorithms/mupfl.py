@@ -23,7 +23,7 @@ from algorithms.params import Params
 class MuPFL(FedAvg):
     """Three modules, each with a switch; with all of them off this is FedAvg."""
 
-    card: ClassVar[Card] = Card("personalized", "model, activation maps, class gradients", keeps="model")
+    card: ClassVar[Card] = Card("personalized", "model, maps, class gradients", "model", singles="upload")
     linear_head: ClassVar[bool] = True
     bavd: bool = True  #: BAVD: zero what the activation maps M_i hold to be of little use
     psi_sign: Literal["text", "formula"] = "text"  #: psi = l_{q-1} - l_q as the text explains it, or the negative

@@ -81,7 +81,7 @@ class PaCo(FedAvg):
             return loss
 
         fit = client.fit(objective, views=2, w=w, P=P)
-        return Sum(n=client.n, w=client.n * fit.w, P=client.n * fit.P)
+        return Sum.weighted(client.n, w=fit.w, P=fit.P)
 
     def contrast(self, z: Tensor, y: Tensor, q: Tensor, keys: Tensor, labels: Tensor) -> Tensor:
         """Return - sum_+ w_+ log p_+ / sum_+ w_+ over an image's own centre and the images of its class.

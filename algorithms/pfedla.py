@@ -22,7 +22,7 @@ from algorithms.parts import layers
 class PFedLA(FedAvg):
     """On the server each client has a hypernetwork, which says layer by layer how to mix all clients' models for it."""
 
-    card: ClassVar[Card] = Card("personalized", keeps="model", needs="a model per client on the server")
+    card: ClassVar[Card] = Card("personalized", keeps="model", needs="server keeps every model", singles="upload")
     shares_head: ClassVar[bool] = False
     embedding_dim: int = knob(100, ge=1)  #: length of v_k, the input of HN_k, which is learnt too
     hidden_dim: int = knob(100, ge=1)  #: width of its hidden layers

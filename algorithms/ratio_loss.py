@@ -78,4 +78,4 @@ class RatioLoss(FedAvg):
             return (weight[y] * losses).sum() / total
 
         w = client.fit(objective, w=w).w
-        return Sum(n=client.n, w=client.n * w)
+        return Sum.weighted(client.n, w=w)

@@ -37,7 +37,7 @@ class SCAFFOLD(FedAvg):
     def train(self, server: State, clients: Cohort) -> None:
         """w <- w + eta_g mean_k dw_k, c <- c + |S|/K mean_k dc_k; clients count alike, whatever their size."""
         total, w = clients.sum(self.controlled, server.model, server.c), server.model
-        server.model = Params(w.layout, w.flat + self.global_lr * total.dw / total.S, total.buffers / total.S)
+        server.model = Params(w.layout, w.flat + self.global_lr * total.dw / total.n, total.buffers / total.n)
         server.c = server.c + total.dc / len(clients.everyone)
 
     def controlled(self, client: Client, w: Params, c: Tensor) -> Sum:
@@ -51,4 +51,4 @@ class SCAFFOLD(FedAvg):
         dw = fit.w.flat - start.flat
         if fit.steps:  # where batch norm cannot train on a client's only image, there is no gradient
             client.state.c = c_k - c - dw / (effective_steps(fit.steps, client.momentum) * client.lr)
-        return Sum(S=1, dw=dw, dc=client.state.c - c_k, buffers=fit.w.buffers)
+        return Sum.weighted(1, dw=dw, dc=client.state.c - c_k, buffers=fit.w.buffers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -101,7 +102,8 @@ class Pool:
                     self._bury(actor, jobs[i], attempts[i], error)
                     attempts[i] += 1
                     waiting.append(i)
-            self._time_out(flying, jobs)
+            for i in self._time_out(flying, jobs):
+                results[i] = _without(jobs[i], self.failures.client_timeout_s or 0)
             lonely_since = time.monotonic() if self.where else lonely_since
             if time.monotonic() - lonely_since > START_S:
                 raise RuntimeError(f"no client actor could be started within {START_S:.0f} s; see `ray status`")
@@ -144,10 +146,20 @@ class Pool:
         actor = self._create()
         self._starting[actor.load.remote(*self._load)] = actor
 
-    def _time_out(self, flying: dict[Any, tuple[int, Any, float]], jobs: Sequence[Job]) -> None:
-        """Kill the actor of a job that takes too long; it is then found dead like any other."""
-        limit = self.failures.client_timeout_s
-        if limit is not None:
-            for i, actor, since in flying.values():
-                if time.monotonic() - since > limit * len(jobs[i].ids):
-                    ray.kill(actor)
+    def _time_out(self, flying: dict[Any, tuple[int, Any, float]], jobs: Sequence[Job]) -> list[int]:
+        """End the actors of jobs that take too long; return those jobs that are given up, the others are done again."""
+        limit, given_up = self.failures.client_timeout_s or math.inf, []
+        for future, (i, actor, since) in list(flying.items()):
+            if time.monotonic() - since > limit * len(jobs[i].ids):
+                ray.kill(actor)  # whose job is then found dead like any other
+                if self.failures.timeout == "skip" and jobs[i].task == "run":
+                    del flying[future]
+                    self.where.pop(actor, None)
+                    self._replace(f"clients {list(jobs[i].ids)} took longer than {limit:g} s each")
+                    given_up.append(i)
+        return given_up
+
+
+def _without(job: Job, limit: float) -> Result:
+    """Return what a round goes on with in place of clients that it does not wait for any longer."""
+    return Result(late={id: f"client {id}, round {job.round}: no answer within {limit:g} s" for id in job.ids})

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import algorithms
-from algorithms.base import Algorithm
+from algorithms.aggregations import AGGREGATIONS
+from algorithms.base import Algorithm, Card
 from algorithms.losses import LOSSES
 from algorithms.priors import PRIORS
 
@@ -84,17 +85,30 @@ def entries() -> Iterator[tuple[str, type[Algorithm]]]:
                 yield name, algorithms.find(name)
 
 
+def seen(card: Card) -> str:
+    """Say what the server gets to see of the clients."""
+    return f"each client's {card.singles}" if card.singles else "sums only" if card.sums else ""
+
+
 def text() -> str:
     """Return the catalogue for a terminal."""
     lines = []
     for name, kind in entries():
         card = kind.card
-        facts = {"uploads": card.uploads, "keeps": card.keeps, "needs": card.needs, "runs after": kind.after}
+        facts: dict[str, str | None] = {
+            "uploads": card.uploads,
+            "server sees": seen(card),
+            "keeps": card.keeps,
+            "needs": card.needs,
+        }
+        facts |= {"runs after": kind.after}
         told = "; ".join([card.kind, *(f"{what} {fact}" for what, fact in facts.items() if fact)])
         lines += [name, f"  {about(kind)}", f"  {told}", *_shown(kind), ""]
     for name, loss in LOSSES.items():
         prior = " (with a prior)" if loss.uses_prior else ""
         lines += [f"loss {name}{prior}", f"  {inspect.getdoc(loss)}", *_shown(loss), ""]
+    for name, rule in AGGREGATIONS.items():
+        lines += [f"aggregation {name}", f"  {inspect.getdoc(rule)}", *_shown(rule), ""]
     lines += [f"prior {name}\n  {inspect.getdoc(prior)}\n" for name, prior in PRIORS.items()]
     return "\n".join(lines)
 
@@ -106,15 +120,16 @@ def _shown(kind: type[Any]) -> list[str]:
 def markdown() -> str:
     """Return the catalogue as the README's table."""
     rows = [
-        "| name | method | kind | uploads | keeps | needs besides | hyperparameters |",
-        "|---|---|---|---|---|---|---|",
+        "| name | method | kind | uploads | server sees | keeps | needs besides | hyperparameters |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, kind in entries():
         card, values = kind.card, ", ".join(f"`{k.name}` {k.default}" for k in knobs(kind))
-        cells = f"`{name}`", about(kind), card.kind, card.uploads, card.keeps, card.needs, values
+        cells = f"`{name}`", about(kind), card.kind, card.uploads, seen(card), card.keeps, card.needs, values
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     losses = ", ".join(f"`{name}`" + " (prior)" * loss.uses_prior for name, loss in LOSSES.items())
-    return "\n".join([*rows, "", f"Losses: {losses}. Priors: {', '.join(f'`{name}`' for name in PRIORS)}."])
+    rules = f"Aggregations: {', '.join(f'`{name}`' for name in AGGREGATIONS)}."
+    return "\n".join([*rows, "", f"Losses: {losses}. Priors: {', '.join(f'`{name}`' for name in PRIORS)}. {rules}"])
 
 
 def inserted(document: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,12 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from algorithms.aggregations import Aggregation
 from algorithms.base import Algorithm, Fit, Model, Objective, State, Sum, Tap
 from algorithms.params import Params
 from algorithms.priors import PRIORS, pseudo_counts
 from orchestrator import evaluate, models
 from orchestrator.data import Dataset, Split
 from orchestrator.experiment import Experiment
+from orchestrator.gate import Form, fault, form, tensors
 
 CPU = torch.device("cpu")
 
@@ -31,7 +34,7 @@ def stream(seed: int, *key: int) -> int:
 
 
 #: First numbers of a stream's key: who draws from it.
-CALL, MEMORY, SAMPLING, SERVER, DROPOUT = range(5)
+CALL, MEMORY, SAMPLING, SERVER, DROPOUT, STRAGGLER, NOISE = range(7)
 
 
 @dataclass(frozen=True)
@@ -50,21 +53,36 @@ class Job:
     keys: Mapping[int, Hashable] | None = None  #: add up by these; without keys each client's value is returned
     each: Mapping[int, Any] | None = None  #: one more argument for each client
     proxy: Tensor | None = None  #: the class prior that an earlier algorithm has estimated
-    skip_bad: bool = False  #: leave out an update that is not finite instead of failing
+    skip_bad: bool = False  #: leave out an update that is of no use instead of failing
     also: tuple[Algorithm, ...] = ()  #: count hits with these settings of the algorithm too
+
+
+@dataclass
+class Part:
+    """Uploads of one form that were added up, or are to be; or a single one."""
+
+    key: Hashable
+    form: Form
+    ids: list[int]
+    total: Sum
 
 
 @dataclass
 class Result:
     """What a job gives back."""
 
-    sums: dict[Hashable, Sum] = field(default_factory=dict)
+    parts: list[Part] = field(default_factory=list)
     values: dict[int, Any] = field(default_factory=dict)
     memory: dict[int, dict[str, Any]] = field(default_factory=dict)
-    rejected: dict[int, str] = field(default_factory=dict)
+    rejected: dict[int, str] = field(default_factory=dict)  #: why an upload is of no use
+    late: dict[int, str] = field(default_factory=dict)  #: how long a client was waited for in vain
     loss: float = 0.0  #: summed over steps
     steps: int = 0
     bytes_up: int = 0
+    bytes_extra: int = 0  #: of these beyond a model for each client
+
+
+REMEDY = "lower the learning rate, or set failures.bad_update: skip"
 
 
 class ClientFailed(RuntimeError):
@@ -97,27 +115,26 @@ def own(value: Any) -> Any:
     return type(value)(own(v) for v in value) if isinstance(value, list | tuple) else value
 
 
-def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor inside a value with its dotted name."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Params):
-        yield from ((f"{name}.{kind}", t) for kind, t in (("weights", value.flat), ("buffers", value.buffers)))
-    elif isinstance(value, Sum):
-        yield from tensors(value.terms(), name)
-    elif isinstance(value, Mapping):
-        for k, v in value.items():
-            yield from tensors(v, f"{name}.{k}".lstrip("."))
-    elif isinstance(value, list | tuple):
-        for i, v in enumerate(value):
-            yield from tensors(v, f"{name}.{i}".lstrip("."))
-    elif isinstance(value, float):
-        yield name, torch.tensor(value)
-
-
 def size(value: Any) -> int:
     """Return the bytes of all tensors in a value."""
     return sum(t.numel() * t.element_size() for _, t in tensors(value))
+
+
+def extra(value: Any, model: Params) -> int:
+    """Return the bytes of an upload beyond one model: control variates, gradients, maps, statistics."""
+    shapes = {model.flat.numel(), model.buffers.numel()}
+    like_models = sum(size(part) for part in _parts(value) if isinstance(part, Params) or part.numel() in shapes)
+    return size(value) - min(size(model), like_models)
+
+
+def _parts(value: Any) -> Iterator[Params | Tensor]:
+    """Yield all models and tensors inside a value."""
+    value = value.terms() if isinstance(value, Sum) else value
+    if isinstance(value, Params | Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _parts(part)
 
 
 def claim(gpu: float) -> torch.device:
@@ -133,9 +150,17 @@ class Client:
     """One client during one call; `algorithms.base.Client` tells what each member is for."""
 
     def __init__(
-        self, worker: Worker, id: int, seed: int, lr: float = 0.0, proxy: Tensor | None = None, progress: float = 0.0
+        self,
+        worker: Worker,
+        id: int,
+        seed: int,
+        lr: float = 0.0,
+        proxy: Tensor | None = None,
+        progress: float = 0.0,
+        work: float = 1.0,
     ) -> None:
         self.worker, self.id, self.lr = worker, id, lr
+        self.work = work  # share of its steps that this client manages in this round
         self.momentum = worker.experiment.local.momentum
         self.state = State({})
         self.counts = worker.counts[id]
@@ -252,11 +277,14 @@ class Client:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield shuffled, augmented minibatches; `rows` picks samples (a function: anew each epoch)."""
         x, y = (self.x, self.y) if data is None else data
-        for _ in range(epochs):
+        for epoch in range(epochs):
             chosen = rows(self.rng) if callable(rows) else rows
             order = torch.randperm(len(y) if chosen is None else len(chosen), generator=self.rng)
             order = order if chosen is None else chosen.cpu()[order]
-            for part in order.split(batch or self.worker.experiment.local.batch):
+            parts = order.split(batch or self.worker.experiment.local.batch)
+            for i, part in enumerate(parts):
+                if epoch * len(parts) + i >= math.ceil(self.work * epochs * len(parts)):
+                    return
                 # Batch norm cannot train on one image.
                 if len(part) > 1 or data is not None or not self.worker.norms:
                     part = part.to(x.device)
@@ -272,6 +300,7 @@ class Worker:
         self.parts: tuple[Algorithm, ...] = experiment.chain().parts
         self.loss = experiment.local.make_loss()
         self.prior = PRIORS[experiment.local.prior]
+        self.aggregation = experiment.make_aggregation()
         self.network = network(experiment, dataset).to(device).eval()
         self.norms = [
             (module, f"{name}.weight")
@@ -406,26 +435,28 @@ class Worker:
     def _run(self, job: Job, shared: tuple[Any, ...], origin: Params, result: Result) -> None:
         local = getattr(self.parts[job.part], job.method)
         proxy = None if job.proxy is None else job.proxy.to(self.device)
+        sent = _models(shared) if type(self.aggregation) is not Aggregation else {}
         for id in job.ids:
             seed = stream(self.experiment.seed, CALL, job.round, job.call, id)
             who = "the server" if id == self.split.server_id else f"client {id}"
             try:
-                call = {"lr": job.lr, "proxy": proxy, "progress": job.progress}
+                call = {"lr": job.lr, "proxy": proxy, "progress": job.progress, "work": self._work(job.round, id)}
                 client = self.client(id, job.part, job.memory, origin, seed, **call)
                 value = local(client, *shared, *(() if job.each is None else (place(job.each[id], self.device),)))
                 memory = place(client.state.fields(), CPU)
             except Exception as error:
                 where = f"{who}, round {job.round}, {type(self.parts[job.part]).__name__}.{job.method}"
                 raise ClientFailed(f"{where}: {error}\n{traceback.format_exc()}") from None
-            new = (*tensors(value), *tensors(memory, "memory"))
-            bad = next((name for name, t in new if not torch.isfinite(t).all()), None)
-            if bad is not None:
-                why = f"{who}, round {job.round}: '{bad}' is not finite"
+            if bad := fault(value, memory, origin):
+                why = f"{who}, round {job.round}: {bad}"
                 if not job.skip_bad:
-                    raise ClientFailed(f"{why}; lower the learning rate, or set failures.bad_update: skip")
+                    raise ClientFailed(f"{why}; {REMEDY}")
                 result.rejected[id] = why
                 continue
-            result.bytes_up += size(value)
+            result.bytes_up, result.bytes_extra = (
+                result.bytes_up + size(value),
+                result.bytes_extra + extra(value, origin),
+            )
             loss, steps = client.losses["images"] if client.losses["images"][1] else client.losses["features"]
             result.loss, result.steps = result.loss + loss, result.steps + steps
             if memory or id in job.memory:
@@ -433,9 +464,23 @@ class Worker:
             if job.keys is None:
                 result.values[id] = place(value, CPU)
             else:
-                key = job.keys[id]
-                result.sums[key] = result.sums[key] + value if key in result.sums else value.widen()
-        result.sums = {key: total.to(CPU) for key, total in result.sums.items()}
+                value = self.aggregation.limited(value, sent).widen()
+                part = Part(job.keys[id], form(value), [id], value)
+                same = None if self.aggregation.each else next((p for p in result.parts if _alike(p, part)), None)
+                if same is None:
+                    result.parts.append(part)
+                else:
+                    same.ids, same.total = [*same.ids, id], same.total + value
+        for part in result.parts:
+            part.total = part.total.to(CPU)
+
+    def _work(self, round: int, id: int) -> float:
+        """Return the share of its steps that a client manages in a round: all of them, unless it is a straggler."""
+        share, seed = self.experiment.failures.stragglers, self.experiment.seed
+        if not share or id == self.split.server_id:
+            return 1.0
+        slow, work = np.random.default_rng(stream(seed, STRAGGLER, round, id)).random(2)
+        return float(work) if slow < share else 1.0
 
     @contextmanager
     def predicting(self) -> Iterator[None]:
@@ -466,6 +511,15 @@ def network(experiment: Experiment, dataset: Dataset) -> models.Network:
         cosine=cosine,
         seed=experiment.seed,
     )
+
+
+def _models(value: Any) -> dict[str, Tensor]:
+    """Return the tensors of all models inside a value by their names."""
+    return {name: tensor for part in _parts(value) if isinstance(part, Params) for name, tensor in part.items()}
+
+
+def _alike(a: Part, b: Part) -> bool:
+    return a.key == b.key and a.form == b.form
 
 
 def _as_it_is(x: Tensor, rng: torch.Generator) -> Tensor:

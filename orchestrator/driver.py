@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,34 @@ from algorithms.losses import Loss
 from algorithms.params import Params
 from algorithms.portraits import Sitting, portraits
 from orchestrator.checkpoint import CheckpointError, RunDirectory, fingerprint
-from orchestrator.client import CPU, DROPOUT, SAMPLING, SERVER, Job, Result, Worker, network, own, place, size, stream
+from orchestrator.client import (
+    CPU,
+    DROPOUT,
+    NOISE,
+    REMEDY,
+    SAMPLING,
+    SERVER,
+    ClientFailed,
+    Job,
+    Result,
+    Worker,
+    network,
+    own,
+    place,
+    size,
+    stream,
+)
 from orchestrator.data import Dataset, Split, split
 from orchestrator.evaluate import Scores, SortedTest
 from orchestrator.experiment import Experiment
+from orchestrator.gate import form, strangers
 from orchestrator.plan import Turn, plan
+from orchestrator.privacy import epsilon
+
+
+class NothingUsable(RuntimeError):
+    """A round has no update to go on with."""
+
 
 JOBS = 64  #: a call is cut into at most this many jobs, whoever runs them
 
@@ -82,10 +106,13 @@ def cut(ids: Sequence[int]) -> list[tuple[int, ...]]:
 class Cohort:
     """The clients of one round, seen from the server; `algorithms.base.Cohort` tells what each member is for."""
 
-    def __init__(self, driver: Driver, ids: Sequence[int], turn: Turn, rng: np.random.Generator) -> None:
+    def __init__(
+        self, driver: Driver, ids: Sequence[int], turn: Turn, rng: np.random.Generator, drawn: int | None = None
+    ) -> None:
         self.ids, self.everyone = list(ids), list(driver.selectable)
         self.rng = rng
         self._driver, self._turn = driver, turn
+        self._drawn = drawn  # how many were drawn uniformly, of whom these are those who answer; None: otherwise chosen
 
     @property
     def progress(self) -> float:
@@ -99,16 +126,23 @@ class Cohort:
 
     def sum_by(self, key: Mapping[int, Hashable], local: Callable[..., Sum], *shared: Any) -> dict[Hashable, Sum]:
         """Run a client method on the clients that have a key, and add up by key."""
-        totals: dict[Hashable, Sum] = {}
-        for result in self._driver.call(sorted(key), local.__name__, shared, keys=key):
-            for k, part in result.sums.items():
-                totals[k] = totals[k] + part if k in totals else part
+        results = self._driver.call(sorted(key), local.__name__, shared, keys=key)
+        parts: dict[Hashable, list[Sum]] = {}
+        for part in (part for result in results for part in result.parts):
+            parts.setdefault(part.key, []).append(part.total)
+        if unheard := {k for k in key.values() if k not in parts}:
+            raise NothingUsable(f"no usable update from any client of {unheard}")
+        totals = self._driver.combine(parts, self._drawn)
         return {k: total.to(self._driver.device) for k, total in totals.items()}
 
     def map(self, local: Callable[..., Any], *shared: Any, each: Mapping[int, Any] | None = None) -> dict[int, Any]:
         """Run a client method on every client and return each one's value; `each` adds an argument per client."""
         results = self._driver.call(self.ids, local.__name__, shared, each=each)
         values = {id: value for result in results for id, value in result.values.items()}
+        if self._driver.aggregation.private and any(value is not None for value in values.values()):
+            raise TypeError(
+                f"{local.__name__} tells the server something of each client, which noise on sums cannot hide"
+            )
         return place(values, self._driver.device)  # type: ignore[no-any-return]
 
     def server(self, local: Callable[..., Any], *shared: Any) -> Any:
@@ -149,6 +183,8 @@ class Driver:
         self.proxy: torch.Tensor | None = None  # the class prior that an algorithm has left in its field `prior`
         # Whether anything has gone by the share of rounds done; a loss that may change does.
         self.asked_progress = type(experiment.local.make_loss()).at is not Loss.at
+        self.aggregation = experiment.make_aggregation()
+        self.releases = Counter[str]()  # "clients drawn/all clients" -> how often a noisy sum of them was made
         self.also, self.scored_too = also or {}, dict[str, dict[str, Any]]()
         self._saved, self._write_s, self._changed = time.monotonic(), 0.0, set[int]()
         if not self._resume():
@@ -183,30 +219,38 @@ class Driver:
             self._enter(turn.part, self.server.model)
         self._pending: dict[int, dict[str, Any]] = {}
         self._calls = {"clients": 0, "server": 0}  # apart, so that what the server does changes no client's randomness
-        self._loss, self._steps, self._up, self._down = 0.0, 0, 0, 0
-        self._rejected: dict[int, str] = {}
+        self._loss, self._steps, self._up, self._extra, self._down = 0.0, 0, 0, 0, 0
+        self._rejected, self._late = dict[int, str](), dict[int, str]()
         seed = self.experiment.seed
         rng = np.random.default_rng(stream(seed, SERVER, self.round))
         torch.manual_seed(stream(seed, SERVER, self.round, 1))
         server = State(place(self.server.fields(), self.device))
         self._away: set[int] = set()
-        turn.phase.step(server, Cohort(self, self.present(self._draw(turn)), turn, rng))  # type: ignore[arg-type]
-        # The round is in: only now it counts.
-        self.server = State(place(server.fields(), CPU))
-        self.memory |= self._pending
-        self._changed |= set(self._pending)
+        drawn = self._draw(turn)
+        try:
+            turn.phase.step(server, Cohort(self, self.present(drawn), turn, rng, len(drawn)))  # type: ignore[arg-type]
+            # The round is in: only now it counts.
+            self.server = State(place(server.fields(), CPU))
+            self.memory |= self._pending
+            self._changed |= set(self._pending)
+        except NothingUsable:
+            if not self._rejected and not self._late:
+                raise
+            # Everything stays as it was before the round.
         self.round += 1
         metrics: dict[str, float] = {"time/train": time.perf_counter() - began}
         if self._steps:
             metrics["train/loss"] = self._loss / self._steps
         metrics |= {"bytes/up": float(self._up), "bytes/down": float(self._down)}
+        if self._extra:
+            metrics["bytes/up_extra"] = float(self._extra)
         if self._away:
             metrics["clients/dropped"] = float(len(self._away))
-        if self._rejected:
-            metrics["clients/rejected"] = float(len(self._rejected))
         line = {"round": self.round, "phase": turn.name, "metrics": metrics}
-        if self._rejected:
-            line["rejected"] = list(self._rejected.values())
+        for name, found in (("rejected", self._rejected), ("late", self._late)):
+            if found:
+                metrics[f"clients/{name}"] = float(len(found))
+                line[name] = list(found.values())
         return self._conclude(turn, line, turn.scores(self.experiment.evaluate.every))
 
     def _conclude(self, turn: Turn, line: dict[str, Any], scores_due: bool) -> dict[str, Any]:
@@ -217,6 +261,8 @@ class Driver:
             also = self.also if self.done else {}
             scores, *others = self.evaluate(tuple(also.values()))
             metrics |= scores.metrics()
+            if self.releases:
+                metrics["privacy/epsilon"] = epsilon(self.aggregation, self.releases)
             metrics["time/evaluate"] = time.perf_counter() - started
             if turn.last and self.directory:
                 self.directory.write_tables(turn.title, scores.tables())
@@ -289,15 +335,42 @@ class Driver:
         if who == "server":
             return results
         self._down += size(shared) * len(ids) + (0 if each is None else size(each))
+        self._admit(ids, results, skip=job.skip_bad)
         for result in results:
             # Copied: what Ray hands out lies in its object store, and would keep the whole result there.
             self._pending |= {id: own(memory) for id, memory in result.memory.items()}
             self._rejected |= result.rejected
+            self._late |= result.late
             self._loss, self._steps = self._loss + result.loss, self._steps + result.steps
-            self._up += result.bytes_up
-        if ids and not any(result.sums or result.values for result in results):
-            raise RuntimeError(f"no usable update from any of the {len(ids)} clients of round {self.round}")
+            self._up, self._extra = self._up + result.bytes_up, self._extra + result.bytes_extra
+        if ids and not any(result.parts or result.values for result in results):
+            raise NothingUsable(f"no usable update from any of the {len(ids)} clients of round {self.round}")
         return results
+
+    def _admit(self, ids: Sequence[int], results: Sequence[Result], skip: bool) -> None:
+        """Let nothing pass that does not fit what the other clients sent, and no client twice."""
+        heard = [id for r in results for id in (*(i for p in r.parts for i in p.ids), *r.values, *r.rejected, *r.late)]
+        if sorted(heard) != sorted(ids):
+            raise RuntimeError(f"asked clients {sorted(ids)}, but {sorted(heard)} answered")
+        sent = [(part.form, part.ids) for r in results for part in r.parts]
+        sent += [(form(value), [id]) for r in results for id, value in r.values.items()]
+        odd = {id: f"client {id}, round {self.round}: {why}" for id, why in strangers(sent).items()}
+        if odd and not skip:
+            raise ClientFailed(f"{next(iter(odd.values()))}; {REMEDY}")
+        for result in results:
+            result.parts = [part for part in result.parts if odd.keys().isdisjoint(part.ids)]
+            for id in odd.keys() & {*heard}:
+                result.values.pop(id, None)
+                result.memory.pop(id, None)
+        self._rejected |= odd
+
+    def combine(self, parts: Mapping[Hashable, Sequence[Sum]], drawn: int | None) -> dict[Hashable, Sum]:
+        """Combine uploads as the experiment says, and note what a private combination gives away."""
+        if self.aggregation.private:
+            population = len(self.selectable)
+            self.releases[f"{population if drawn is None else drawn}/{population}"] += 1
+        rng = torch.Generator().manual_seed(stream(self.experiment.seed, NOISE, self.round, self._calls["clients"]))
+        return {k: self.aggregation.released(self.aggregation.combined(some), rng) for k, some in parts.items()}
 
     def _remembered(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Return what these clients remember, this round's own changes included."""
@@ -386,7 +459,7 @@ class Driver:
         assert self.directory is not None
         began = time.monotonic()
         run = {"round": self.round, "part": self.part, "origin": self.origin, "server": self.server.fields()}
-        run |= {"proxy": self.proxy, "asked_progress": self.asked_progress}
+        run |= {"proxy": self.proxy, "asked_progress": self.asked_progress, "releases": dict(self.releases)}
         self.directory.save(self.round, run, self.memory, self._changed)
         self._changed = set()
         self._saved = time.monotonic()
@@ -407,7 +480,7 @@ class Driver:
             )
         self.round, self.part, self.origin = run["round"], run["part"], run["origin"]
         self.server, self.memory, self.proxy = State(run["server"]), memory, run["proxy"]
-        self.asked_progress = run["asked_progress"]
+        self.asked_progress, self.releases = run["asked_progress"], Counter(run.get("releases", {}))
         self._origin = self.engine.put(self.origin)
         if unscored is not None:  # trained by another run that predicts otherwise
             self._conclude(self.plan[self.round - 1], unscored, scores_due=True)

@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 import algorithms
+from algorithms.aggregations import AGGREGATIONS, Aggregation
 from algorithms.base import Chain
 from algorithms.losses import LOSSES, Loss
 from algorithms.priors import PRIORS
@@ -35,11 +36,13 @@ from orchestrator.fields import (
     Number,
     Positive,
     Whole,
+    combinable,
     complaints,
     either,
     fitting,
     gpu_share,
     listed,
+    read_aggregation,
     read_chain,
     read_loss,
     read_scheduler,
@@ -193,8 +196,10 @@ class Failures(Part):
     """What breaks, where that is part of what is studied, and what is done when something breaks."""
 
     dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    stragglers: Annotated[Number, Field(ge=0, le=1)] = 0.0
     retries: Annotated[Whole, Field(ge=0)] = 3
     client_timeout_s: Positive | None = None
+    timeout: Literal["fail", "skip"] = "fail"
     bad_update: Literal["fail", "skip"] = "fail"
     checkpoint_s: NotNegative = 30.0
 
@@ -221,6 +226,7 @@ class Experiment(Part):
         default=algorithms.DEFAULT, validate_default=True
     )
     local: Local = Field(default=Local(), validate_default=True)
+    aggregation: Annotated[Named, BeforeValidator(read_aggregation)] = Field(default="mean", validate_default=True)
     rounds: Count = 20
     clients_per_round: Count = Field(default=None, validate_default=True)
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
@@ -245,6 +251,13 @@ class Experiment(Part):
             fitting(info.data["algorithm"], local.loss, local.prior)
         return local
 
+    @field_validator("aggregation")
+    @classmethod
+    def _combinable(cls, aggregation: Named, info: ValidationInfo) -> Named:
+        if {"algorithm", "local"} <= info.data.keys():
+            combinable(info.data["algorithm"], info.data["local"].prior, aggregation)
+        return aggregation
+
     @field_validator("clients_per_round", mode="before")
     @classmethod
     def _some(cls, number: Any, info: ValidationInfo) -> Any:
@@ -260,6 +273,15 @@ class Experiment(Part):
     @field_serializer("algorithm")
     def _plain(self, chain: tuple[Named, ...]) -> list[dict[str, Any]]:
         return [{name: knobs} for name, knobs in chain]
+
+    @field_serializer("aggregation")
+    def _named(self, aggregation: Named) -> Any:
+        return {aggregation[0]: aggregation[1]} if aggregation[1] else aggregation[0]
+
+    def make_aggregation(self) -> Aggregation:
+        """Build the rule by which the server combines uploads."""
+        name, knobs = self.aggregation
+        return AGGREGATIONS[name](**knobs)
 
     def chain(self) -> Chain:
         """Build the algorithms."""
@@ -335,6 +357,7 @@ def problems(tree: Mapping[str, Any], model: type[Part] = Experiment) -> list[Co
 _SHORT: dict[Keys, Callable[[str], Any]] = {
     ("model",): lambda name: {"name": name},
     ("local", "loss"): lambda name: {name: {}},
+    ("aggregation",): lambda name: {name: {}},
 }
 
 

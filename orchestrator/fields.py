@@ -15,7 +15,9 @@ from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationE
 from pydantic_core import PydanticCustomError
 
 import algorithms
+from algorithms.aggregations import AGGREGATIONS
 from algorithms.losses import LOSSES
+from orchestrator.privacy import accountant
 from orchestrator.schedulers import SCHEDULERS
 from orchestrator.yaml_file import Keys, dotted, short
 
@@ -158,6 +160,11 @@ def read_loss(value: Any) -> Any:
     return _read_named(value, "loss", LOSSES)
 
 
+def read_aggregation(value: Any) -> Any:
+    """Bring an aggregation to its name and all its hyperparameters."""
+    return _read_named(value, "aggregation", AGGREGATIONS)
+
+
 def read_scheduler(value: Any) -> Any:
     """Bring a scheduler to its name and all its numbers."""
     return _read_named(value, "scheduler", SCHEDULERS)
@@ -241,6 +248,24 @@ def fitting(chain: Sequence[Named], loss: Named, prior: str) -> None:
     found = [Complaint(("loss",), f"loss '{name}' does not fit: {reason}") for reason in reasons if reason]
     if found:
         raise _within(found)
+
+
+def combinable(chain: Sequence[Named], prior: str, aggregation: Named) -> None:
+    """Refuse an aggregation that would combine nothing, or that promises what the chain cannot keep."""
+    name, parts = aggregation[0], algorithms.build(({name: knobs} for name, knobs in chain), prior).parts
+    if name != "mean" and not any(part.card.sums for part in parts):
+        who = "+".join(part.name for part in parts)
+        raise ValueError(f"'{name}' has nothing to combine: with {who} the server adds up no uploads; choose mean")
+    if AGGREGATIONS[name].private:
+        for part in parts:
+            if part.card.singles:
+                raise ValueError(
+                    f"'{name}' hides sums, but {part.name} tells the server each client's {part.card.singles}"
+                )
+        try:
+            accountant()
+        except ImportError as error:
+            raise ValueError(str(error)) from None
 
 
 def some(values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -47,11 +47,13 @@ class Prefix:
 def prefixes(experiment: Experiment, digest: str, device: str = "cpu") -> list[Prefix]:
     """Return the ends of an experiment's phases, in order; `digest` is the data set's."""
     chain, turns, found = experiment.chain().parts, plan(experiment), []
-    common = experiment.model_dump(mode="json", include={"model", "local", "clients_per_round", "seed", "evaluate"})
+    common = experiment.model_dump(
+        mode="json", include={"model", "local", "clients_per_round", "seed", "evaluate", "aggregation"}
+    )
     common |= {
         "format": FORMAT,
         "data": experiment.data.model_dump(mode="json", exclude={"root"}) | {"digest": digest},
-        "failures": [experiment.failures.bad_update, experiment.failures.dropout],
+        "failures": experiment.failures.model_dump(include={"bad_update", "dropout", "stragglers", "timeout"}),
         "threads": experiment.cluster.threads,
         "device": device,
         "experts": [part.experts for part in chain],
@@ -94,7 +96,7 @@ def code(kinds: tuple[type[Algorithm], ...]) -> str:
     engine = Path(__file__).parent
     files = {Path(inspect.getfile(base)) for kind in kinds for base in kind.__mro__ if issubclass(base, Algorithm)}
     files |= {Path(algorithms.__file__).with_name(f"{name}.py") for name in algorithms.SHARED}
-    files |= {engine / name for name in ("client.py", "driver.py", "evaluate.py", "plan.py")}
+    files |= {engine / name for name in ("client.py", "driver.py", "evaluate.py", "gate.py", "plan.py")}
     files |= {*(engine / "models").glob("*.py"), *(engine / "data").glob("*.py")}
     digest = hashlib.sha256()
     for path in sorted(files):

@@ -56,12 +56,15 @@ class Checked:
                 self._digests[e.data, e.seed] = split_for(e, self.datasets[key]).digest
         except DataError as error:
             raise InputError([f"data (trial {trial.id}): {error}"]) from None
-        form = key, e.model, tuple(part.experts for part in e.chain().parts)
+        form = key, e.model, tuple(part.experts for part in e.chain().parts), e.aggregation[0]
         if form not in self._built:
             try:
-                network(e, self.datasets[key])
+                built = network(e, self.datasets[key])
             except ValueError as error:
                 raise InputError([f"model: {error}"]) from None
+            if e.make_aggregation().private and any(b.is_floating_point() for b in built.buffers()):
+                why = "noise would ruin the statistics of its batch norm"
+                raise InputError([f"aggregation (trial {trial.id}): 'dp' does not fit model '{e.model.name}': {why}"])
             self._built.add(form)
 
     def dataset(self, experiment: Experiment) -> Dataset:

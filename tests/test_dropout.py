@@ -53,3 +53,44 @@ def test_groups_are_made_of_those_who_told_their_labels():
     ldae = {"ldae": {"grouping": "label_distribution", "num_experts": 2}}
     run = finish(driver(tiny(algorithm=ldae, local=local, failures={"dropout": 0.5})))
     assert sum(map(len, run.server.groups)) < 6
+
+
+# Stragglers ---------------------------------------------------------------------------------------------------------
+
+
+def steps_taken(experiment, monkeypatch):
+    """Return how many steps every client has taken in every round."""
+    log, local = {}, FedAvg.local
+
+    def counting(self, client, w):
+        fit, taken = client.fit, []
+        client.fit = lambda *a, **k: taken.append(fit(*a, **k)) or taken[-1]
+        sent = local(self, client, w)
+        log.setdefault(len(run.history), {})[client.id] = taken[0].steps
+        return sent
+
+    counting.__name__ = "local"
+    with monkeypatch.context() as patched:
+        patched.setattr(FedAvg, "local", counting)
+        run = driver(experiment)
+        finish(run)
+    return log
+
+
+def test_stragglers_manage_a_part_of_their_steps(monkeypatch):
+    changes = {"rounds": 20, "clients_per_round": 6, "evaluate": {"every": 20}, "local": {"lr": 0.01, "epochs": 5}}
+    full = steps_taken(tiny(**changes), monkeypatch)
+    slow = steps_taken(tiny(**changes, failures={"stragglers": 0.5}), monkeypatch)
+    pairs = [(slow[r][id], full[r][id]) for r in full for id in full[r]]
+    assert all(1 <= some <= every for some, every in pairs)
+    late = [some / every for some, every in pairs if some < every]
+    assert 0.35 < len(late) / len(pairs) < 0.65
+    assert 0.35 < sum(late) / len(late) < 0.65, "uniform in how much they manage"
+    assert {frozenset(id for id in slow[r] if slow[r][id] < full[r][id]) for r in full} != {frozenset()}
+    assert len({frozenset(id for id in slow[r] if slow[r][id] < full[r][id]) for r in full}) > 5, "not always the same"
+
+
+def test_stragglers_follow_the_seed():
+    slow = tiny(rounds=4, failures={"stragglers": 0.7})
+    assert finish(driver(slow)).fingerprint() == finish(driver(slow)).fingerprint()
+    assert finish(driver(slow)).fingerprint() != finish(driver(tiny(rounds=4))).fingerprint()

@@ -24,6 +24,7 @@ NETWORKS = ["cnn_small", {"name": "resnet8", "width": 4}]
 
 #: What makes a method's run short; everything else is at its default.
 QUICK = {
+    "climb": {"primal_rounds": 1},
     "creff": {"head_epochs": 2, "match_steps": 3, "features_per_class": 5, "grad_repeats": 1},
     "crt": {"rounds": 2},
     "ecl": {"epochs": 2},

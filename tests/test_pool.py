@@ -9,7 +9,10 @@ import pytest
 import ray
 from conftest import digits, driver, finish, tiny
 
+from algorithms.base import Sum
+from algorithms.fedavg import FedAvg
 from orchestrator.actors import Pool
+from orchestrator.client import CALL, stream
 from orchestrator.driver import Driver, split_for
 from orchestrator.experiment import InputError
 from orchestrator.resources import Share, concurrency, share
@@ -77,6 +80,30 @@ def test_a_client_that_hangs_is_given_up(ray_cluster):
             finish(run)
     finally:
         pool.close()
+
+
+def test_a_round_goes_on_without_a_client_that_does_not_answer(ray_cluster, monkeypatch):
+    """A process that stands still is waited for as long as the experiment says; the others' updates make the round."""
+    run, pool = on_ray(tiny(clients_per_round=6, failures={"client_timeout_s": 5, "timeout": "skip"}), 2)
+    try:
+        wait_for(lambda: run.evaluate() and len(pool.where) == 2)
+        os.kill(next(iter(pool.where.values()))["pid"], signal.SIGSTOP)
+        finish(run)
+    finally:
+        pool.close()
+    assert [line["metrics"].get("clients/late") for line in run.history] == [1, None]
+    (told,) = run.history[0]["late"]
+    late = int(told.split(",")[0].removeprefix("client "))
+    assert told == f"client {late}, round 0: no answer within 5 s"
+    train = FedAvg.local
+
+    def local(self, client, w):
+        lost = client.id == late and client.rng.initial_seed() == stream(0, CALL, 0, 0, late)
+        return Sum.weighted(1, w=w * float("nan")) if lost else train(self, client, w)
+
+    monkeypatch.setattr(FedAvg, "local", local)
+    without = finish(driver(tiny(clients_per_round=6, failures={"bad_update": "skip"})))
+    assert run.server.model == without.server.model
 
 
 def test_a_client_that_raises_is_named_with_its_round(ray_cluster):
