@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import logging
 import random
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from functools import cache as remember
 from pathlib import Path
@@ -29,6 +27,7 @@ from orchestrator.prefixes import Cache, Prefix, prefixes
 from orchestrator.preflight import Checked
 from orchestrator.resources import HEAD, Nodes, Share, concurrency, planned, share, with_those_to_come
 from orchestrator.schedulers import SCHEDULERS
+from orchestrator.scratch import scratch
 from orchestrator.search import Feeder, Proposer, seeds
 from orchestrator.signals import interruptible, listen
 from orchestrator.space import Trial as Point
@@ -239,31 +238,27 @@ def _cluster(options: argparse.Namespace, console: Console) -> Iterator[None]:
     # Tune prints the traceback of every failed try; ours are in the trials' directories, and named at the end.
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    temporary = None
-    if options.address:
-        try:
-            ray.init(address=options.address, **common)
-        except ConnectionError as error:
-            hint = "is it running, and does ~/.ray/auth_token hold the token of that cluster?"
-            raise InputError([f"--address {options.address}: {error}; {hint}"]) from None
-    else:
-        temporary = tempfile.mkdtemp(prefix="fedtail-")
-        _start(options, temporary, common, console)
-    listen()
-    token = Path.home() / ".ray" / "auth_token"
-    if token.exists():
-        token.chmod(0o600)  # Ray writes it as the umask has it
-    try:
+    with ExitStack() as after:
+        if options.address:
+            try:
+                ray.init(address=options.address, **common)
+            except ConnectionError as error:
+                hint = "is it running, and does ~/.ray/auth_token hold the token of that cluster?"
+                raise InputError([f"--address {options.address}: {error}; {hint}"]) from None
+        else:
+            folder = after.enter_context(scratch()) / "ray"  # Ray opens its own directory to everybody
+            _start(options, folder, common, console)
+        after.callback(ray.shutdown)
+        listen()
+        token = Path.home() / ".ray" / "auth_token"
+        if token.exists():
+            token.chmod(0o600)  # Ray writes it as the umask has it
         if not options.quiet:
             console.print(_machine(), highlight=False)
         yield
-    finally:
-        ray.shutdown()
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _start(options: argparse.Namespace, folder: str, common: Mapping[str, Any], console: Console) -> None:
+def _start(options: argparse.Namespace, folder: Path, common: Mapping[str, Any], console: Console) -> None:
     """Start Ray on this machine; it gives up after half a minute, which is too early for one that is very busy."""
     for attempt in range(1, STARTS + 1):
         try:
@@ -272,14 +267,13 @@ def _start(options: argparse.Namespace, folder: str, common: Mapping[str, Any], 
                 num_cpus=options.num_cpus,
                 num_gpus=options.num_gpus,
                 include_dashboard=False,
-                _temp_dir=folder,
+                _temp_dir=str(folder),
                 **common,
             )
             return
         except Exception as error:
             ray.shutdown()
             if attempt == STARTS or "timed out" not in str(error):
-                shutil.rmtree(folder, ignore_errors=True)
                 raise
             console.print("Ray did not come up in time (is the machine very busy?); trying again", highlight=False)
 

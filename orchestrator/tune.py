@@ -94,7 +94,9 @@ def execute(options: argparse.Namespace) -> int:
     """Do what the command line asks for; return the exit code."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if options.address and (Path.home() / ".ray" / "auth_token").exists():
+    if not options.address:
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray then listens on the loopback only
+    elif (Path.home() / ".ray" / "auth_token").exists():
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # a cluster asks for it, but Ray offers it only when told to
     console = Console(width=None if sys.stdout.isatty() else 160)
     if options.list:
