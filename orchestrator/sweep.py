@@ -19,7 +19,7 @@ import torch
 from ray import tune
 from rich.console import Console
 
-from orchestrator.checkpoint import set_status, status_of
+from orchestrator.checkpoint import CheckpointError, set_status, status_of
 from orchestrator.experiment import InputError, Sweep
 from orchestrator.folder import ENDED, create, scored
 from orchestrator.plan import plan
@@ -145,6 +145,8 @@ def run_sweep(
                         verbose=0,
                     ),
                 ).fit()
+            if reporter.unwritten is not None:
+                raise reporter.unwritten
             return reporter.out_of_time
 
 
@@ -155,6 +157,7 @@ class Reporter(tune.Callback):  # type: ignore[misc]
         self.folder, self.mirror, self.view = folder, mirror, view
         self.drawing = ThreadPoolExecutor(1, "pictures")  # beside Tune's loop, which must not wait for it
         self.deadline = None if budget is None else time.monotonic() + budget
+        self.unwritten: CheckpointError | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Tune pickles its callbacks to restore a sweep; ours is restored from its directory instead."""
@@ -186,7 +189,10 @@ class Reporter(tune.Callback):  # type: ignore[misc]
             error = None
             if otherwise == "FAILED":
                 error = getattr(trial, "get_error", lambda: None)() or "the driver of the trial died"
-            set_status(path, otherwise, error=None if error is None else str(error))
+            try:
+                set_status(path, otherwise, error=None if error is None else str(error))
+            except CheckpointError as full:  # told when Tune is done: it would answer with its own traceback
+                self.unwritten = full
         self.drawing.submit(self._show, id)
         self.view.status(id, status_of(path)["status"].lower())
 

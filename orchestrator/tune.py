@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import shlex
 import shutil
@@ -21,7 +22,7 @@ from rich.console import Console
 import search_spaces
 from orchestrator import catalogue, folder, preflight, tracking
 from orchestrator import summary as results
-from orchestrator.checkpoint import set_status, status_of
+from orchestrator.checkpoint import CheckpointError, set_status, status_of
 from orchestrator.data import DataError
 from orchestrator.experiment import InputError, Sweep, read
 from orchestrator.prefixes import Cache
@@ -109,6 +110,14 @@ def execute(options: argparse.Namespace) -> int:
         return 2
     except Interrupted as stop:
         return stop.code
+    except (CheckpointError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOSPC:
+            raise
+        where = (
+            "" if isinstance(error, CheckpointError) else f"; make room in {options.out}, and continue with --resume"
+        )
+        Console(stderr=True, soft_wrap=True).print(f"error: {error}{where}", markup=False, highlight=False)
+        return 1
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

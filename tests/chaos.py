@@ -20,10 +20,16 @@ def started(*arguments, scratch, cwd=None, **environment):
     try:
         yield process
     finally:
-        for pid, _ in members(process.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.communicate(timeout=60)
+        if process.poll() != -signal.SIGKILL:  # else what it leaves is looked at
+            end(process.pid)
+        process.wait(timeout=60)
+
+
+def end(session):
+    """Kill every process of a session."""
+    for pid, _ in members(session):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def finished(*arguments, scratch, seconds=240, **more):
@@ -45,8 +51,8 @@ def members(session):
 
 
 def called(session, name):
-    """Return the ids of a session's processes whose command line begins with a name."""
-    return [pid for pid, words in members(session) if words.startswith(name)]
+    """Return the ids of a session's processes with a name in the first word of their command line."""
+    return [pid for pid, words in members(session) if name in words.split(" ", 1)[0]]
 
 
 def until(condition, process=None, seconds=120):

@@ -69,7 +69,7 @@ def test_the_run_stops_in_words_and_goes_on_when_there_is_room(tmp_path, small_d
     assert "No space left on device" in text + error
     assert f"cannot write {trial}" in text + error, "which file"
     assert "bytes" in text + error, "and how large"
-    assert "--resume" in text, "and what to do next"
+    assert "make room, and continue with --resume" in error, "and what to do next"
     assert rounds(trial) < 300
     assert RunDirectory(trial).load() is not None, "the previous checkpoint is intact"
     halves = [p for p in folder.rglob("*") if p.is_file() and (p.name.startswith(".") or p.name.endswith(".new"))]

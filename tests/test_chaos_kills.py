@@ -56,7 +56,7 @@ def kill_every(seconds, pool, chance, done):
 
 
 def test_client_actors_killed_every_two_seconds(ray_cluster, chance):
-    experiment = tiny(algorithm="scaffold", rounds=40, local={"lr": 0.05, "batch": 16, "epochs": 40})
+    experiment = tiny(algorithm="scaffold", rounds=40, local={"lr": 0.002, "batch": 16, "epochs": 30})
     expected = finish(driver(experiment)).fingerprint()
     run, pool = on_ray(experiment, 3)
     done = threading.Event()
@@ -150,7 +150,7 @@ def test_kill_9_of_everything_five_times(tmp_path, scratch, chance):
     run = Command(tmp_path, scratch)
     ways = ["group", "group", "main", "while writing", "while starting"]
     chance.shuffle(ways)
-    ids = set()
+    ids, sessions = set(), []
     for way in ways:
         print(way, "from round", rounds(run.trial))
         with run.start() as process:
@@ -166,7 +166,9 @@ def test_kill_9_of_everything_five_times(tmp_path, scratch, chance):
                 process.wait()
             else:
                 os.killpg(process.pid, signal.SIGKILL)
-            assert not gone(process.pid, 30), "nothing of a dead command lives on"
+            working = (TRAINABLE, CLIENT, "raylet")
+            until(lambda p=process: not any(called(p.pid, name) for name in working), seconds=30)
+            sessions.append(process.pid)
         if way == "while writing":
             assert [*(run.trial / "checkpoint").glob(".*")]
         if (run.out / "mlflow.db").exists():
@@ -174,6 +176,8 @@ def test_kill_9_of_everything_five_times(tmp_path, scratch, chance):
         assert status(run.trial) == "RUNNING"
         assert rounds(run.trial) < 151, "killed before its end"
     assert ids <= {run.check()["run_id"]}
+    # Two watchers of Ray's look for their dead server for a minute before they give up.
+    assert not [left for session in sessions for left in gone(session, 90)], "nothing of a dead command lives on"
 
 
 @pytest.mark.timeout(600)
@@ -205,7 +209,7 @@ from conftest import driver, finish, tiny
 from chaos import until
 from test_pool import on_ray
 
-experiment = tiny(algorithm="scaffold", rounds=12, local={"lr": 0.05, "batch": 16, "epochs": 60})
+experiment = tiny(algorithm="scaffold", rounds=12, local={"lr": 0.002, "batch": 16, "epochs": 60})
 expected = finish(driver(experiment)).fingerprint()
 cluster = Cluster(True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 worker = cluster.add_node(num_cpus=1)
