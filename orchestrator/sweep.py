@@ -188,9 +188,11 @@ class Reporter(tune.Callback):  # type: ignore[misc]
         if status_of(path)["status"] in ("RUNNING", "WAITING"):
             error = None
             if otherwise == "FAILED":
-                error = getattr(trial, "get_error", lambda: None)() or "the driver of the trial died"
+                error = (
+                    f"the driver of the trial died: {getattr(trial, 'get_error', lambda: None)() or 'no reason known'}"
+                )
             try:
-                set_status(path, otherwise, error=None if error is None else str(error))
+                set_status(path, otherwise, error=error)
             except CheckpointError as full:  # told when Tune is done: it would answer with its own traceback
                 self.unwritten = full
         self.drawing.submit(self._show, id)

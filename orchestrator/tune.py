@@ -113,10 +113,8 @@ def execute(options: argparse.Namespace) -> int:
     except (CheckpointError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.ENOSPC:
             raise
-        where = (
-            "" if isinstance(error, CheckpointError) else f"; make room in {options.out}, and continue with --resume"
-        )
-        Console(stderr=True, soft_wrap=True).print(f"error: {error}{where}", markup=False, highlight=False)
+        hint = "" if isinstance(error, CheckpointError) else f"; make room in {options.out} and continue with --resume"
+        Console(stderr=True, soft_wrap=True).print(f"error: {error}{hint}", markup=False, highlight=False)
         return 1
 
 

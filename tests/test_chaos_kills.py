@@ -12,6 +12,7 @@ from chaos import (
     CLIENT,
     TRAINABLE,
     called,
+    end,
     finished,
     lines,
     logged,
@@ -26,6 +27,7 @@ from chaos import summary as trials_of
 from conftest import driver, finish, tiny
 from test_command import gone, in_process
 from test_pool import on_ray
+from test_tracking import ROOT
 
 pytestmark = pytest.mark.chaos
 
@@ -38,6 +40,9 @@ clients_per_round: 3
 evaluate: {every: 10}
 failures: {checkpoint_s: 0}
 """
+
+
+WORKING = (TRAINABLE, CLIENT, "raylet")
 
 
 def kill_every(seconds, pool, chance, done):
@@ -56,7 +61,13 @@ def kill_every(seconds, pool, chance, done):
 
 
 def test_client_actors_killed_every_two_seconds(ray_cluster, chance):
-    experiment = tiny(algorithm="scaffold", rounds=40, local={"lr": 0.002, "batch": 16, "epochs": 30})
+    experiment = tiny(
+        algorithm="scaffold",
+        rounds=80,
+        local={"lr": 0.01, "batch": 16, "epochs": 3},
+        evaluate={"every": 20},
+        failures={"retries": 20},
+    )
     expected = finish(driver(experiment)).fingerprint()
     run, pool = on_ray(experiment, 3)
     done = threading.Event()
@@ -65,7 +76,7 @@ def test_client_actors_killed_every_two_seconds(ray_cluster, chance):
         killed = kill_every(2.0, pool, chance, done)
         finish(run)
         done.set()
-        assert len(killed) >= 5
+        assert len(killed) >= 3
         assert len(killed) - 3 <= pool.restarts <= len(killed), "each death costs one new actor"
         assert run.fingerprint() == expected
     finally:
@@ -166,14 +177,13 @@ def test_kill_9_of_everything_five_times(tmp_path, scratch, chance):
                 process.wait()
             else:
                 os.killpg(process.pid, signal.SIGKILL)
-            working = (TRAINABLE, CLIENT, "raylet")
-            until(lambda p=process: not any(called(p.pid, name) for name in working), seconds=30)
+            until(lambda p=process: not any(called(p.pid, name) for name in WORKING), seconds=30)
             sessions.append(process.pid)
         if way == "while writing":
             assert [*(run.trial / "checkpoint").glob(".*")]
         if (run.out / "mlflow.db").exists():
             ids |= {id for id, (_, parent) in runs(run.out / "mlflow.db", "run").items() if parent}
-        assert status(run.trial) == "RUNNING"
+        assert status(run.trial) in ("RUNNING", "FAILED")  # a driver may just have seen its command die
         assert rounds(run.trial) < 151, "killed before its end"
     assert ids <= {run.check()["run_id"]}
     # Two watchers of Ray's look for their dead server for a minute before they give up.
@@ -201,7 +211,7 @@ def test_kill_9_of_the_driver_while_the_command_goes_on(tmp_path, scratch, chanc
 
 
 LOST_MACHINE = """
-import sys
+import os, sys, threading
 sys.path.append("tests")
 import ray
 from ray.cluster_utils import Cluster
@@ -209,7 +219,7 @@ from conftest import driver, finish, tiny
 from chaos import until
 from test_pool import on_ray
 
-experiment = tiny(algorithm="scaffold", rounds=12, local={"lr": 0.002, "batch": 16, "epochs": 60})
+experiment = tiny(algorithm="scaffold", rounds=20, local={"lr": 0.005, "batch": 16, "epochs": 10}, evaluate={"every": 10})
 expected = finish(driver(experiment)).fingerprint()
 cluster = Cluster(True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 worker = cluster.add_node(num_cpus=1)
@@ -217,7 +227,6 @@ ray.init(address=cluster.address, log_to_driver=False)
 run, pool = on_ray(experiment, 2)
 until(lambda: run.evaluate() and len(pool.where) == 2)
 assert len({place["node"] for place in pool.places()}) == 2, "an actor on each machine"
-import threading
 lost = threading.Timer(float(sys.argv[1]), cluster.remove_node, (worker,), {"allow_graceful": False})
 lost.start()
 finish(run)
@@ -225,23 +234,25 @@ lost.join()
 assert pool.restarts >= 1, pool.restarts
 assert len({place["node"] for place in pool.places()}) == 1
 assert run.fingerprint() == expected
-print("the same bits")
-ray.shutdown()
-cluster.shutdown()
+print("the same bits", flush=True)
+os._exit(0)  # the test ends the rest of the cluster
 """
 
 
-def test_a_machine_is_lost_in_the_middle_of_a_round(scratch, chance):
-    after = chance.uniform(0.2, 2.0)
-    done = subprocess.Popen(
-        [sys.executable, "-c", LOST_MACHINE, str(after)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        env={**os.environ, "TMPDIR": str(scratch)},
-    )  # fmt: skip
+def test_a_machine_is_lost_in_the_middle_of_a_round(tmp_path, scratch, chance):
+    words = [sys.executable, "-c", LOST_MACHINE, str(chance.uniform(0.1, 1.0))]
+    said = tmp_path / "said"
+    with said.open("w") as file:
+        process = subprocess.Popen(
+            words,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": str(scratch)},
+        )
     try:
-        out, _ = done.communicate(timeout=180)
-        assert done.returncode == 0, out
-        assert "the same bits" in out
+        assert process.wait(timeout=180) == 0, said.read_text()
+        assert "the same bits" in said.read_text()
     finally:
-        if gone(done.pid, 5):
-            os.killpg(done.pid, signal.SIGKILL)
+        end(process.pid)
