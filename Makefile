@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slow lint catalogue clean
+.PHONY: demo test test-slow chaos lint catalogue clean
 
 demo: .venv/ready
 	$(BIN)/python -m orchestrator.tune
@@ -13,6 +13,10 @@ test: lint
 
 test-slow: .venv/cluster
 	$(BIN)/python -m pytest -m slow
+
+# Kills at random points; FEDTAIL_CHAOS_SEED=N repeats those of a test that has failed.
+chaos: .venv/ready
+	$(BIN)/python -m pytest -m chaos
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -115,9 +115,13 @@ def write(path: Path, content: bytes) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise CheckpointError(
-            f"cannot write {path} ({len(content):,} bytes): {error.strerror}; what was written before is intact"
-        ) from error
+        raise unwritten(path, len(content), error) from error
+
+
+def unwritten(path: Path, size: int, error: OSError) -> CheckpointError:
+    """Say what could not be written, and what to do."""
+    hint = "what was written before is intact: make room, and continue with --resume"
+    return CheckpointError(f"cannot write {path} ({size:,} bytes): {error.strerror}; {hint}")
 
 
 def link(source: Path, target: Path) -> None:
@@ -175,8 +179,12 @@ class RunDirectory:
     def log(self, line: Mapping[str, Any]) -> None:
         """Append a round's line; a round that is run again after a crash has its line already."""
         if line["round"] > self.logged:
-            with self._log.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line, allow_nan=False) + "\n")
+            text = json.dumps(line, allow_nan=False) + "\n"
+            try:
+                with self._log.open("a", encoding="utf-8") as file:
+                    file.write(text)
+            except OSError as error:
+                raise unwritten(self._log, len(text), error) from error
             self.logged = line["round"]
 
     def lines(self) -> Iterator[dict[str, Any]]:
@@ -189,7 +197,7 @@ class RunDirectory:
 
     def save(self, round: int, run: Mapping[str, Any], memory: Mapping[int, Any], changed: set[int]) -> None:
         """Write the run's state and the memories of the clients that changed; the manifest's rename commits."""
-        before, pack = set(self._hashes), f"clients-{round:06d}.safetensors"
+        pack = f"clients-{round:06d}.safetensors"
         if self._log.exists():  # a checkpoint never knows more rounds than the log, not even after a power failure
             with self._log.open("rb") as file:
                 os.fsync(file.fileno())
@@ -203,8 +211,9 @@ class RunDirectory:
         self._hashes = {k: v for k, v in self._hashes.items() if k in live}
         manifest = {"schema": SCHEMA, "round": round, "run": name, "clients": self._packs, "sha256": self._hashes}
         write_json(self.checkpoints / "manifest.json", manifest)
-        for stale in before - live:
-            (self.checkpoints / stale).unlink(missing_ok=True)
+        for path in self.checkpoints.iterdir():  # what is over, and what a kill left half written
+            if path.name not in live | {"manifest.json"}:
+                path.unlink()
 
     def load(self) -> tuple[dict[str, Any], dict[int, Any]] | None:
         """Return the last committed state and client memories, or None if there is none."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import logging
 import random
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from functools import cache as remember
 from pathlib import Path
@@ -21,7 +19,7 @@ import torch
 from ray import tune
 from rich.console import Console
 
-from orchestrator.checkpoint import set_status, status_of
+from orchestrator.checkpoint import CheckpointError, set_status, status_of
 from orchestrator.experiment import InputError, Sweep
 from orchestrator.folder import ENDED, create, scored
 from orchestrator.plan import plan
@@ -29,6 +27,7 @@ from orchestrator.prefixes import Cache, Prefix, prefixes
 from orchestrator.preflight import Checked
 from orchestrator.resources import HEAD, Nodes, Share, concurrency, planned, share, with_those_to_come
 from orchestrator.schedulers import SCHEDULERS
+from orchestrator.scratch import scratch
 from orchestrator.search import Feeder, Proposer, seeds
 from orchestrator.signals import interruptible, listen
 from orchestrator.space import Trial as Point
@@ -146,6 +145,8 @@ def run_sweep(
                         verbose=0,
                     ),
                 ).fit()
+            if reporter.unwritten is not None:
+                raise reporter.unwritten
             return reporter.out_of_time
 
 
@@ -156,6 +157,7 @@ class Reporter(tune.Callback):  # type: ignore[misc]
         self.folder, self.mirror, self.view = folder, mirror, view
         self.drawing = ThreadPoolExecutor(1, "pictures")  # beside Tune's loop, which must not wait for it
         self.deadline = None if budget is None else time.monotonic() + budget
+        self.unwritten: CheckpointError | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Tune pickles its callbacks to restore a sweep; ours is restored from its directory instead."""
@@ -186,8 +188,13 @@ class Reporter(tune.Callback):  # type: ignore[misc]
         if status_of(path)["status"] in ("RUNNING", "WAITING"):
             error = None
             if otherwise == "FAILED":
-                error = getattr(trial, "get_error", lambda: None)() or "the driver of the trial died"
-            set_status(path, otherwise, error=None if error is None else str(error))
+                error = (
+                    f"the driver of the trial died: {getattr(trial, 'get_error', lambda: None)() or 'no reason known'}"
+                )
+            try:
+                set_status(path, otherwise, error=error)
+            except CheckpointError as full:  # told when Tune is done: it would answer with its own traceback
+                self.unwritten = full
         self.drawing.submit(self._show, id)
         self.view.status(id, status_of(path)["status"].lower())
 
@@ -239,31 +246,27 @@ def _cluster(options: argparse.Namespace, console: Console) -> Iterator[None]:
     # Tune prints the traceback of every failed try; ours are in the trials' directories, and named at the end.
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    temporary = None
-    if options.address:
-        try:
-            ray.init(address=options.address, **common)
-        except ConnectionError as error:
-            hint = "is it running, and does ~/.ray/auth_token hold the token of that cluster?"
-            raise InputError([f"--address {options.address}: {error}; {hint}"]) from None
-    else:
-        temporary = tempfile.mkdtemp(prefix="fedtail-")
-        _start(options, temporary, common, console)
-    listen()
-    token = Path.home() / ".ray" / "auth_token"
-    if token.exists():
-        token.chmod(0o600)  # Ray writes it as the umask has it
-    try:
+    with ExitStack() as after:
+        if options.address:
+            try:
+                ray.init(address=options.address, **common)
+            except ConnectionError as error:
+                hint = "is it running, and does ~/.ray/auth_token hold the token of that cluster?"
+                raise InputError([f"--address {options.address}: {error}; {hint}"]) from None
+        else:
+            folder = after.enter_context(scratch()) / "ray"  # Ray opens its own directory to everybody
+            _start(options, folder, common, console)
+        after.callback(ray.shutdown)
+        listen()
+        token = Path.home() / ".ray" / "auth_token"
+        if token.exists():
+            token.chmod(0o600)  # Ray writes it as the umask has it
         if not options.quiet:
             console.print(_machine(), highlight=False)
         yield
-    finally:
-        ray.shutdown()
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _start(options: argparse.Namespace, folder: str, common: Mapping[str, Any], console: Console) -> None:
+def _start(options: argparse.Namespace, folder: Path, common: Mapping[str, Any], console: Console) -> None:
     """Start Ray on this machine; it gives up after half a minute, which is too early for one that is very busy."""
     for attempt in range(1, STARTS + 1):
         try:
@@ -272,14 +275,13 @@ def _start(options: argparse.Namespace, folder: str, common: Mapping[str, Any], 
                 num_cpus=options.num_cpus,
                 num_gpus=options.num_gpus,
                 include_dashboard=False,
-                _temp_dir=folder,
+                _temp_dir=str(folder),
                 **common,
             )
             return
         except Exception as error:
             ray.shutdown()
             if attempt == STARTS or "timed out" not in str(error):
-                shutil.rmtree(folder, ignore_errors=True)
                 raise
             console.print("Ray did not come up in time (is the machine very busy?); trying again", highlight=False)
 

@@ -181,8 +181,12 @@ class Mirror:
             self._record |= changes
             if self.keep_record:
                 fresh = self.dir / "mlflow.json.new"
-                fresh.write_text(json.dumps(self._record, indent=1))
-                fresh.replace(self.dir / "mlflow.json")
+                try:
+                    fresh.write_text(json.dumps(self._record, indent=1))
+                    fresh.replace(self.dir / "mlflow.json")
+                except OSError:
+                    fresh.unlink(missing_ok=True)
+                    raise
 
     def _loop(self) -> None:
         pause = POLL
@@ -365,7 +369,7 @@ def _mlflow() -> Any:
     import mlflow
 
     for name in ("mlflow.store.db.utils", "alembic"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the mirror tells in a line what MLflow cannot do
     return mlflow
 
 

@@ -7,6 +7,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ray import tune
 
 from algorithms.base import Algorithm
 from orchestrator.actors import Pool
-from orchestrator.checkpoint import RunDirectory, set_status, write, write_json
+from orchestrator.checkpoint import CheckpointError, RunDirectory, set_status, write, write_json
 from orchestrator.client import ClientFailed, claim
 from orchestrator.data import describe
 from orchestrator.driver import Driver, data_key, split_for
@@ -78,8 +79,9 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         try:
             return self._step()
         except Exception as error:
-            # Leave the reason where people look for it.
-            set_status(self.path, "FAILED", error=f"{error}\n{traceback.format_exc()}")
+            with suppress(CheckpointError):  # a full disk
+                # Leave the reason where people look for it.
+                set_status(self.path, "FAILED", error=f"{error}\n{traceback.format_exc()}")
             self._release()
             if isinstance(error, ClientFailed):
                 return {"done": True}  # the same again would only fail again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import shlex
 import shutil
@@ -21,7 +22,7 @@ from rich.console import Console
 import search_spaces
 from orchestrator import catalogue, folder, preflight, tracking
 from orchestrator import summary as results
-from orchestrator.checkpoint import set_status, status_of
+from orchestrator.checkpoint import CheckpointError, set_status, status_of
 from orchestrator.data import DataError
 from orchestrator.experiment import InputError, Sweep, read
 from orchestrator.prefixes import Cache
@@ -94,7 +95,9 @@ def execute(options: argparse.Namespace) -> int:
     """Do what the command line asks for; return the exit code."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if options.address and (Path.home() / ".ray" / "auth_token").exists():
+    if not options.address:
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray then listens on the loopback only
+    elif (Path.home() / ".ray" / "auth_token").exists():
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # a cluster asks for it, but Ray offers it only when told to
     console = Console(width=None if sys.stdout.isatty() else 160)
     if options.list:
@@ -107,6 +110,12 @@ def execute(options: argparse.Namespace) -> int:
         return 2
     except Interrupted as stop:
         return stop.code
+    except (CheckpointError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOSPC:
+            raise
+        hint = "" if isinstance(error, CheckpointError) else f"; make room in {options.out} and continue with --resume"
+        Console(stderr=True, soft_wrap=True).print(f"error: {error}{hint}", markup=False, highlight=False)
+        return 1
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

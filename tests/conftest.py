@@ -2,6 +2,7 @@
 
 import logging
 import os
+import random
 import shutil
 import tempfile
 from pathlib import Path
@@ -17,6 +18,7 @@ from orchestrator.client import Worker
 from orchestrator.data import Dataset, describe, load
 from orchestrator.driver import Driver, InProcess, split_for
 from orchestrator.experiment import Experiment, read
+from orchestrator.scratch import scratch as temporary
 from orchestrator.space import trials
 
 
@@ -102,16 +104,33 @@ def ray_cluster():
     """Start a local Ray of our own and end it again."""
     import ray
 
-    folder = tempfile.mkdtemp(prefix="fedtail-")
-    ray.init(
-        address="local",
-        num_cpus=4,
-        num_gpus=2,
-        include_dashboard=False,
-        _temp_dir=folder,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    yield ray
-    ray.shutdown()
+    with temporary() as folder:
+        ray.init(
+            address="local",
+            num_cpus=4,
+            num_gpus=2,
+            include_dashboard=False,
+            _temp_dir=str(folder / "ray"),
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        yield ray
+        ray.shutdown()
+
+
+CHAOS_SEED = os.environ.get("FEDTAIL_CHAOS_SEED") or str(random.SystemRandom().randrange(10**6))
+
+
+@pytest.fixture
+def chance(request):
+    """Draw when and whom to kill; what is printed here, pytest shows of a test that fails."""
+    print(f"to draw the same again: FEDTAIL_CHAOS_SEED={CHAOS_SEED}")
+    return random.Random(f"{CHAOS_SEED} {request.node.name}")
+
+
+@pytest.fixture
+def scratch():
+    """A temporary directory with a short path, as Ray's sockets need it; tests look at what is left in it."""
+    folder = Path(tempfile.mkdtemp(prefix="ft-"))
+    yield folder
     shutil.rmtree(folder, ignore_errors=True)
