@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor
 from algorithms.params import Layout, Params
 
 SCHEMA = 1
+LAST, BEFORE = "manifest.json", "before.json"  #: what the last checkpoint is made of, and the one before it
 PACKS = 8  #: client memories are written as increments; this many are merged into one
 
 
@@ -210,20 +212,39 @@ class RunDirectory:
         live = {name, *self._packs}
         self._hashes = {k: v for k, v in self._hashes.items() if k in live}
         manifest = {"schema": SCHEMA, "round": round, "run": name, "clients": self._packs, "sha256": self._hashes}
-        write_json(self.checkpoints / "manifest.json", manifest)
+        last, before = self.checkpoints / LAST, self.checkpoints / BEFORE
+        if last.exists():
+            content = last.read_bytes()
+            write(before, content)
+            with suppress(ValueError, KeyError):  # a damaged one names nothing that could still be of use
+                live |= set(json.loads(content)["sha256"])
+        write_json(last, manifest)
         for path in self.checkpoints.iterdir():  # what is over, and what a kill left half written
-            if path.name not in live | {"manifest.json"}:
+            if path.name not in live | {LAST, BEFORE}:
                 path.unlink()
 
     def load(self) -> tuple[dict[str, Any], dict[int, Any]] | None:
-        """Return the last committed state and client memories, or None if there is none."""
-        path = self.checkpoints / "manifest.json"
-        if not path.exists():
+        """Return the last committed state and client memories, or those before if these are damaged; None: none yet."""
+        if not (self.checkpoints / LAST).exists():
             return None
+        try:
+            return self._load(LAST)
+        except CheckpointError as error:
+            if not (self.checkpoints / BEFORE).exists():
+                raise
+            try:
+                found = self._load(BEFORE)
+            except CheckpointError:
+                raise error from None
+            warnings.warn(f"{error}; going on from round {found[0]['round']}, which was saved before it", stacklevel=2)
+            return found
+
+    def _load(self, name: str) -> tuple[dict[str, Any], dict[int, Any]]:
+        path = self.checkpoints / name
         try:
             manifest = json.loads(path.read_text(encoding="utf-8"))
             schema, self._hashes = manifest["schema"], manifest["sha256"]
-            name, self._packs = manifest["run"], manifest["clients"]
+            run, self._packs = manifest["run"], manifest["clients"]
             self.unscored = manifest.get("unscored")
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged ({error}); remove the trial's directory to run it anew") from None
@@ -232,14 +253,14 @@ class RunDirectory:
         memory: dict[int, Any] = {}
         for pack in self._packs:
             memory |= self._get(pack)
-        return self._get(name), memory
+        return self._get(run), memory
 
     # The same run in another directory -----------------------------------------------------------------------------
 
     @property
     def saved_round(self) -> int:
         """The round of the checkpoint, 0 where there is none."""
-        path = self.checkpoints / "manifest.json"
+        path = self.checkpoints / LAST
         return int(json.loads(path.read_text(encoding="utf-8"))["round"]) if path.exists() else 0
 
     def copy_to(self, target: Path) -> None:
@@ -281,14 +302,14 @@ class RunDirectory:
         self._link(source, unscored=None)
 
     def _link(self, source: Path, unscored: dict[str, Any] | None) -> None:
-        manifest = json.loads((source / "checkpoint" / "manifest.json").read_text(encoding="utf-8"))
+        manifest = json.loads((source / "checkpoint" / LAST).read_text(encoding="utf-8"))
         names = {name: f"{name.partition('.')[0]}-{sha[:8]}.safetensors" for name, sha in manifest["sha256"].items()}
         for name, own in names.items():
             with suppress(FileExistsError):
                 link(source / "checkpoint" / name, self.checkpoints / own)
         manifest |= {"run": names[manifest["run"]], "clients": [names[pack] for pack in manifest["clients"]]}
         manifest |= {"sha256": {names[k]: v for k, v in manifest["sha256"].items()}, "unscored": unscored}
-        write_json(self.checkpoints / "manifest.json", manifest)
+        write_json(self.checkpoints / LAST, manifest)
 
     def forget_clients(self) -> None:
         """Leave the clients' memories of an algorithm that is done out of the next checkpoint."""

@@ -13,7 +13,7 @@ from typing import Any
 from orchestrator.checkpoint import RunDirectory, status_of, write, write_json
 from orchestrator.data import Dataset
 from orchestrator.experiment import InputError, Search, Sweep, dump, dump_sweep, filled_in, read, read_back
-from orchestrator.prefixes import Cache, prefixes
+from orchestrator.prefixes import Cache, prefixes, sources, versions
 from orchestrator.space import Trial, leaves, trials
 
 ENDED = ("FINISHED", "STOPPED")
@@ -84,13 +84,55 @@ def create(folder: Path, trial: Trial, dataset: Dataset, partition: str) -> None
     write(path / "experiment.yaml", dump(e).encode())
     write_json(
         path / "trial.json",
-        {"id": trial.id, "name": trial.name, "params": trial.params, "tags": tags, "data": data},
+        {"id": trial.id, "name": trial.name, "params": trial.params, "tags": tags, "data": data}
+        | {"experiment": e.model_dump(mode="json")},
     )
 
 
-def commit(folder: Path, sweep: Sweep) -> None:
-    """Write sweep.yaml, last of all: a directory with it is complete and may be resumed."""
+def commit(folder: Path, sweep: Sweep, trials: Sequence[Trial]) -> None:
+    """Write down the code that runs and sweep.yaml, last of all: a directory with it is complete and may be resumed."""
+    if not (folder / "code.json").exists():
+        write_json(folder / "code.json", code_of(trials))
     write(folder / "sweep.yaml", dump_sweep(filled_in(sweep)).encode())
+
+
+def code_of(trials: Sequence[Trial]) -> dict[str, str]:
+    """Return what computes the trials: source files by their hash, libraries by their version."""
+    kinds = {type(part) for trial in trials for part in trial.experiment.chain().parts}
+    return versions() | sources(sorted(kinds, key=lambda kind: kind.__name__))
+
+
+def differences(folder: Path, trials: Sequence[Trial], file: Path | None) -> list[str]:
+    """Say in what a resumed run would differ from the one that was begun: its code, its trials, the file it is of."""
+    found, path = [], folder / "code.json"
+    now, then = code_of(trials), json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    for name in sorted(then.keys() & now.keys()):
+        if then[name] != now[name]:
+            found.append(f"{name} has changed" if "/" in name else f"{name} was {then[name]}, and is {now[name]}")
+    for trial in trials:
+        about = json.loads((folder / "trials" / trial.id / "trial.json").read_text(encoding="utf-8"))
+        begun, now_is = about.get("experiment", {}), trial.experiment.model_dump(mode="json")
+        found += _changes(f"trials/{trial.id}/experiment.yaml", begun, now_is) if begun else []
+    if file is not None and (given := read(file)).table is None:
+        begun, given = read(folder / "sweep.yaml"), filled_in(given)
+        one, other = (
+            {"search": s.search.model_dump(), "experiment": s.experiment, "cases": s.cases} for s in (begun, given)
+        )
+        found += _changes(str(file), one, other)
+    return found
+
+
+def _changes(where: str, then: Any, now: Any) -> list[str]:
+    one, other = _flat(then), _flat(now)
+    names = [name for name in dict.fromkeys((*one, *other)) if one.get(name) != other.get(name)]
+    return [f"{where}: {name} was {one.get(name)}, and is {other.get(name)}" for name in names]
+
+
+def _flat(tree: Any, path: str = "") -> dict[str, Any]:
+    """Return the leaves of a tree by their dotted paths."""
+    if not isinstance(tree, dict) or not tree:
+        return {path: tree}
+    return {k: v for key, part in tree.items() for k, v in _flat(part, f"{path}.{key}".lstrip(".")).items()}
 
 
 # Going on with a sweep that has ended ------------------------------------------------------------------------------
@@ -142,7 +184,8 @@ def lengthen(folder: Path, trial: Trial, cache: Cache, digest: str) -> bool:
             (path / name).rename(old / name)
     shutil.copy(path / "experiment.yaml", old / "experiment.yaml")
     shutil.rmtree(path / "checkpoint", ignore_errors=True)
-    write_json(path / "trial.json", about | {"edition": trial.experiment.rounds})
+    whole = trial.experiment.model_dump(mode="json")
+    write_json(path / "trial.json", about | {"edition": trial.experiment.rounds, "experiment": whole})
     write(path / "experiment.yaml", dump(trial.experiment).encode())
     return True
 

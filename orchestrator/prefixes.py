@@ -57,7 +57,7 @@ def prefixes(experiment: Experiment, digest: str, device: str = "cpu") -> list[P
         "threads": experiment.cluster.threads,
         "device": device,
         "experts": [part.experts for part in chain],
-        "versions": {name: version(name) for name in ("torch", "numpy")},
+        "versions": versions(),
     }
     for end, turn in enumerate(turns, 1):
         if turn.last:
@@ -69,6 +69,11 @@ def prefixes(experiment: Experiment, digest: str, device: str = "cpu") -> list[P
             family = _hash([common, before, turn.name, [known for known, _ in told], sources])
             found.append(Prefix(end, turn.rounds, turn.name, turn.title, family, _hash(told[-1][1])))
     return found
+
+
+def versions() -> dict[str, str]:
+    """Return the libraries on whose versions the bits depend."""
+    return {name: version(name) for name in ("torch", "numpy")}
 
 
 def _told(part: Algorithm, i: int, turns: Sequence[Turn], every: int) -> tuple[Any, Any]:
@@ -90,18 +95,20 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-@cache
-def code(kinds: tuple[type[Algorithm], ...]) -> str:
-    """Return a hash of the source that computes what these algorithms compute."""
+def sources(kinds: Sequence[type[Algorithm]]) -> dict[str, str]:
+    """Return the files that compute what these algorithms compute, by name and hash."""
     engine = Path(__file__).parent
     files = {Path(inspect.getfile(base)) for kind in kinds for base in kind.__mro__ if issubclass(base, Algorithm)}
     files |= {Path(algorithms.__file__).with_name(f"{name}.py") for name in algorithms.SHARED}
     files |= {engine / name for name in ("client.py", "driver.py", "evaluate.py", "gate.py", "plan.py")}
     files |= {*(engine / "models").glob("*.py"), *(engine / "data").glob("*.py")}
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
+    return {f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
+
+
+@cache
+def code(kinds: tuple[type[Algorithm], ...]) -> str:
+    """Return a hash of the source that computes what these algorithms compute."""
+    return _hash(sources(kinds))
 
 
 class Cache:

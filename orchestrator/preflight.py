@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ class Checked:
     def __init__(self) -> None:
         self.datasets: dict[str, Dataset] = {}
         self._digests: dict[Any, str] = {}
-        self._built: set[Any] = set()
+        self._built: dict[Any, int] = {}  # kinds of networks, and how many bytes they have
 
     def check(self, trial: Trial) -> None:
         """Load a trial's data, cut its partition and build its network."""
@@ -56,7 +58,7 @@ class Checked:
                 self._digests[e.data, e.seed] = split_for(e, self.datasets[key]).digest
         except DataError as error:
             raise InputError([f"data (trial {trial.id}): {error}"]) from None
-        form = key, e.model, tuple(part.experts for part in e.chain().parts), e.aggregation[0]
+        form = self._form(e)
         if form not in self._built:
             try:
                 built = network(e, self.datasets[key])
@@ -65,7 +67,15 @@ class Checked:
             if e.make_aggregation().private and any(b.is_floating_point() for b in built.buffers()):
                 why = "noise would ruin the statistics of its batch norm"
                 raise InputError([f"aggregation (trial {trial.id}): 'dp' does not fit model '{e.model.name}': {why}"])
-            self._built.add(form)
+            self._built[form] = 4 * sum(t.numel() for t in built.state_dict().values())
+
+    def _form(self, e: Experiment) -> Any:
+        return data_key(e), e.model, tuple(part.experts for part in e.chain().parts), e.aggregation[0]
+
+    def bytes_kept(self, experiment: Experiment) -> int:
+        """Estimate what a trial leaves: models of the last and best round, and two checkpoints with all memories."""
+        memories = experiment.data.clients * any(part.card.keeps for part in experiment.chain().parts)
+        return self._built[self._form(experiment)] * (4 + 2 * (3 + memories)) + 2**20
 
     def dataset(self, experiment: Experiment) -> Dataset:
         """Return an experiment's data set."""
@@ -74,6 +84,15 @@ class Checked:
     def partition(self, experiment: Experiment) -> str:
         """Return the digest of an experiment's partition."""
         return self._digests[experiment.data, experiment.seed]
+
+
+def check_space(trials: Sequence[Trial], checked: Checked, out: Path) -> None:
+    """Refuse a sweep whose checkpoints and models do not fit on the disk."""
+    needed = sum(checked.bytes_kept(trial.experiment) for trial in trials)
+    there = next(path for path in (out, *out.parents) if path.exists())
+    if needed > (free := shutil.disk_usage(there).free):
+        have = f"{len(trials)} trial(s) need about {needed / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free there"
+        raise InputError([f"--out {out}: {have}; make room, or choose another --out"])
 
 
 def knock(address: str) -> None:

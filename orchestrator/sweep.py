@@ -115,6 +115,7 @@ def run_sweep(
                 directory=str(folder),
                 datasets={k: ray.put(d) for k, d in checked.datasets.items()},
                 cache=None if shared is None else str(shared.folder),
+                goal=(search.metric, search.mode),
             )
             trainable = tune.with_resources(
                 trainable,

@@ -184,7 +184,7 @@ def _run(directory: Path, sweep: Sweep, trials: Sequence[Trial], options: argpar
     for trial in trials:
         if not (directory / "trials" / trial.id / "trial.json").exists():
             folder.create(directory, trial, checked.dataset(trial.experiment), checked.partition(trial.experiment))
-    folder.commit(directory, sweep)
+    folder.commit(directory, sweep, trials)
     resume = tune.arguments().parse_args([str(options.file), "--resume", "--name", directory.name])
     return tune.execute(argparse.Namespace(**vars(resume) | vars(options)))
 

@@ -33,9 +33,16 @@ MOST_ALIKE = 64  #: settings that are scored in one go
 class Trial(tune.Trainable):  # type: ignore[misc]
     """One experiment as a Tune trial; a step is what lies between two evaluations."""
 
-    def setup(self, config: dict[str, Any], directory: str, datasets: Mapping[str, Any], cache: str | None) -> None:
+    def setup(
+        self,
+        config: dict[str, Any],
+        directory: str,
+        datasets: Mapping[str, Any],
+        cache: str | None,
+        goal: tuple[str, str],
+    ) -> None:
         """Remember what to run; Tune may make an actor that it then does not use, so nothing is touched yet."""
-        self.folder, self.datasets = Path(directory), datasets
+        self.folder, self.datasets, (self.metric, self.mode) = Path(directory), datasets, goal
         self.cache = None if cache is None else Cache(Path(cache))
         self.pool: Pool | None = None
         self.driver: Driver | None = None
@@ -92,6 +99,7 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         line = driver.history[-1] if driver.history else {"metrics": {}}
         while not driver.done:
             line = driver.advance()
+            self._keep_best(driver, line)
             driver = self._leave_work(driver)
             first = next((turn.number for turn in driver.plan if turn.phase.scored), 0)
             if not driver.done and driver.plan[driver.round].number == first and "time/evaluate" in line["metrics"]:
@@ -102,6 +110,17 @@ class Trial(tune.Trainable):  # type: ignore[misc]
             set_status(self.path, "FINISHED", fingerprint=driver.fingerprint(), **facts)
             self._release()
         return {**driver.history[-1]["metrics"], "round": driver.round, "done": driver.done}
+
+    def _keep_best(self, driver: Driver, line: Mapping[str, Any]) -> None:
+        """Keep the models of the best round by the sweep's metric, besides those of the last one."""
+        value, folder = line["metrics"].get(self.metric), self.path / "artifacts" / "models-best"
+        if value is None:
+            return
+        note = folder / "round.json"
+        best = json.loads(note.read_text(encoding="utf-8")) if note.exists() else None
+        if best is None or (value > best["value"] if self.mode == "max" else value < best["value"]):
+            save(driver, folder)
+            write_json(note, {"round": line["round"], "phase": line["phase"], "metric": self.metric, "value": value})
 
     def cleanup(self) -> None:
         """End the client actors."""
@@ -194,5 +213,7 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         if about["params"] != params:
             changed = fill(read(self.folder / "sweep.yaml"), params, self.path.name)
             write(self.path / "experiment.yaml", dump(changed.experiment).encode())
-            write_json(self.path / "trial.json", about | {"params": changed.params, "name": changed.name})
+            told = {"params": changed.params, "name": changed.name}
+            told |= {"experiment": changed.experiment.model_dump(mode="json")}
+            write_json(self.path / "trial.json", about | told)
         return read_back(self.path)

@@ -70,6 +70,7 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-cpus", type=_amount, help="CPUs to use on this machine")
     parser.add_argument("--num-gpus", type=_amount, help="GPUs to use on this machine")
     parser.add_argument("--tracking-uri", help="an MLflow server (default: sqlite inside --out)")
+    parser.add_argument("--force", action="store_true", help="continue even under changed code or a changed experiment")
     parser.add_argument("--quiet", action="store_true", help="print the result only")
 
 
@@ -129,6 +130,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     checked = preflight.Checked()
     for trial in [*examples, *trials]:
         checked.check(trial)
+    preflight.check_space(examples, checked, out)
     if options.address:
         preflight.knock(options.address)
     # What a cluster has is known only once it is joined.
@@ -142,11 +144,12 @@ def run(options: argparse.Namespace, console: Console) -> int:
     uri = options.tracking_uri or tracking.default_uri(out)
     mirror = tracking.Mirror(uri, directory, experiment=folder.stem(options.file), tags=_environment())
     if options.extend:
+        (directory / "code.json").unlink(missing_ok=True)
         _extend(directory, trials, checked, mirror, out)
     for trial in trials:
         folder.create(directory, trial, checked.dataset(trial.experiment), checked.partition(trial.experiment))
     if options.extend or not (directory / "sweep.yaml").exists():
-        folder.commit(directory, sweep)
+        folder.commit(directory, sweep, trials)
     mirror.start()
     status, out_of_time = "FAILED", False
     try:
@@ -197,7 +200,14 @@ def _prepare(options: argparse.Namespace, out: Path) -> tuple[Path, Sweep, list[
         flag = "--resume" if options.resume else "--extend"
         sweep = folder.reopen(directory, flag, [*options.set, *([options.preset] if options.preset else [])])
         if options.resume:
-            return directory, sweep, folder.known(directory)
+            trials = folder.known(directory)
+            found = folder.differences(directory, trials, options.file) if not options.force else []
+            if found:
+                why = (
+                    "--resume: the run would not go on as it was begun; undo this, or add --force to go on all the same"
+                )
+                raise InputError([why, *found])
+            return directory, sweep, trials
         return directory, *folder.extended(directory, sweep, options.extend)
     file = options.file or Path(search_spaces.__file__).with_name("quickstart.yaml")
     sweep = read(file, None, options.set, options.preset)

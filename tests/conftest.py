@@ -62,7 +62,7 @@ def sweep_here(directory: Path, text: str) -> Path:
         parts.save(path / "artifacts" / "split.npz")
         write_json(path / "artifacts" / "data.json", describe(digits(), parts))
         set_status(path, "FINISHED", fingerprint=run.fingerprint())
-    folder.commit(directory, sweep)
+    folder.commit(directory, sweep, trials(sweep))
     summary.write_summary(directory, sweep.search, {})
     return directory
 

@@ -33,7 +33,7 @@ def test_client_memories_are_written_as_increments_and_merged(tmp_path):
         memory[round % 7] = {"x": torch.tensor([float(round)])}
         directory.save(round, {"round": round}, memory, {round % 7})
     files = {p.name for p in (tmp_path / "checkpoint").iterdir()}
-    assert len(files) <= 11
+    assert len(files) <= 13
     run, loaded = RunDirectory(tmp_path).load()
     assert run == {"round": 29}
     assert fingerprint(loaded) == fingerprint(memory)
@@ -65,6 +65,44 @@ def test_what_is_damaged_is_refused_with_its_name(tmp_path, how):
     damage(tmp_path / "checkpoint" / "run-000001.safetensors", how)
     with pytest.raises(CheckpointError, match=r"run-000001\.safetensors is (damaged|missing)"):
         RunDirectory(tmp_path).load()
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "remove", "link", "swap"])
+def test_the_checkpoint_before_stands_in_for_a_damaged_one(tmp_path, how):
+    directory = RunDirectory(tmp_path)
+    for round in (1, 2, 3):
+        directory.save(round, {"round": round, "w": torch.full((9,), float(round))}, {round: {"x": 1.0}}, {round})
+    kept = sorted(p.name for p in directory.checkpoints.glob("run-*"))
+    assert kept == ["run-000002.safetensors", "run-000003.safetensors"], "no more than these two"
+    if how == "swap":
+        two, three = (directory.checkpoints / name for name in kept)
+        content = two.read_bytes()
+        two.write_bytes(three.read_bytes())
+        three.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"run-000003\.safetensors is damaged"):
+            RunDirectory(tmp_path).load()
+        return
+    damage(directory.checkpoints / kept[1], how)
+    with pytest.warns(
+        UserWarning, match=r"run-000003.safetensors is .*; going on from round 2, which was saved before"
+    ):
+        run, memory = RunDirectory(tmp_path).load()
+    assert run["round"] == 2
+    assert set(memory) == {1, 2}
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_to_the_same_bits(tmp_path):
+    experiment = tiny(algorithm="scaffold", rounds=6)
+    run = driver(experiment, tmp_path)
+    for _ in range(4):
+        run.advance()
+        run.checkpoint()
+    damage(tmp_path / "checkpoint" / "run-000004.safetensors", "truncate")
+    with pytest.warns(UserWarning, match="going on from round 3"):
+        again = driver(experiment, tmp_path)
+    assert again.round == 3
+    assert finish(again).fingerprint() == finish(driver(experiment)).fingerprint()
+    assert [line["round"] for line in again.directory.lines()] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_pickle_is_never_executed(tmp_path):
