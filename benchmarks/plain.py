@@ -99,7 +99,7 @@ def serve(path: str, setting: Setting, weights: torch.Tensor, total: torch.Tenso
     """Train the clients that are asked for, round after round, and add up their weights."""
     torch.set_num_threads(setting.threads)
     task = Task(path, setting.channels_last)
-    model, mine = task.model(), torch.empty_like(weights)
+    model, mine, _ = task.model(), torch.empty_like(weights), task.x
     pipe.send(None)
     while (share := pipe.recv()) is not None:
         began, report = time.perf_counter(), Report(0, 0, 0.0)

@@ -13,10 +13,9 @@ def main() -> None:
     path, kind = sys.argv[1:]
     settings = {"plain": PLAIN, "one": ONE_PROCESS, "tuned": TUNED[str(np.load(path)["network"])]}
     loop = Loop(path, settings[kind])
-    moved = 4 * len(loop.weights)  # each client's weights are written once into the shared vector, and read from it
     while gate.opens(lambda: loop.weights):
         did = loop.advance()
-        gate.answer(steps=did.steps, samples=did.samples, training_s=did.training_s, moved=moved)
+        gate.answer(steps=did.steps, samples=did.samples, training_s=did.training_s)
     loop.close()
 
 

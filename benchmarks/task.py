@@ -6,7 +6,7 @@ Nothing of the orchestrator is imported here: the peers live in an environment w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,22 @@ class Task:
         self.lr, self.momentum = float(found["lr"]), float(found["momentum"])
         self.clients, self.seeds = found["clients"].tolist(), found["seeds"].tolist()  # [round][place]
         self.classes, self.weights = int(found["classes"]), torch.from_numpy(found["weights"])
-        self.format = torch.channels_last if channels_last else torch.contiguous_format
-        mean, std = (torch.from_numpy(found[name]).view(-1, 1, 1) for name in ("mean", "std"))
+        self.channels_last, self.ends = channels_last, [0, *found["ends"].tolist()]
+        self._images = {"train": found["x"], "test": found["x_test"]}
+        self.y, self.y_test = torch.from_numpy(found["y"]), torch.from_numpy(found["y_test"])
+        self.shape = found["x"].shape[1:]
+        self._mean, self._std = (torch.from_numpy(found[name]).view(-1, 1, 1) for name in ("mean", "std"))
 
-        def images(pixels: np.ndarray[Any, Any]) -> Tensor:
-            x = (torch.from_numpy(pixels).float() / 255 - mean) / std
-            # Through a permutation: with one channel, PyTorch takes both formats for the same and copies nothing.
-            return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if channels_last else x
+    def images(self, which: str) -> Tensor:
+        """Return the images of a set as the network wants them."""
+        x = (torch.from_numpy(self._images[which]).float() / 255 - self._mean) / self._std
+        # Through a permutation: with one channel, PyTorch takes both formats for the same and copies nothing.
+        return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if self.channels_last else x
 
-        self.x, self.y = images(found["x"]), torch.from_numpy(found["y"])
-        self.x_test, self.y_test = images(found["x_test"]), torch.from_numpy(found["y_test"])
-        self.ends = [0, *found["ends"].tolist()]
+    @cached_property
+    def x(self) -> Tensor:
+        """All training images."""
+        return self.images("train")
 
     def size(self, client: int) -> int:
         """Return how many images a client has."""
@@ -50,29 +55,28 @@ class Task:
 
     def model(self) -> nn.Module:
         """Return the network with its initial weights."""
-        shape = tuple(self.x.shape[1:])
-        network = NETWORKS[self.network](shape, self.classes).to(memory_format=self.format)  # type: ignore[arg-type]
+        form = torch.channels_last if self.channels_last else torch.contiguous_format
+        network = NETWORKS[self.network](self.shape, self.classes).to(memory_format=form)  # type: ignore[call-overload]
         write(network, self.weights)
         return network
 
-    def batches(self, seed: int, x: Tensor, y: Tensor, norms: bool) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the minibatches of an epoch; batch norm cannot train on one image."""
-        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
-        for rows in order.split(self.batch):
-            if len(rows) > 1 or not norms:
-                yield x[rows], y[rows]
+    def order(self, client: int, seed: int, norms: bool) -> Tensor:
+        """Return the order in which a client's images are used; batch norm cannot train on a single last one."""
+        order = torch.randperm(self.size(client), generator=torch.Generator().manual_seed(seed))
+        return order[:-1] if norms and len(order) % self.batch == 1 else order
 
     def train(self, model: nn.Module, client: int, seed: int, fused: bool = False) -> int:
         """Train a model on a client's data for one epoch; return the number of steps."""
         optimizer = torch.optim.SGD(model.parameters(), self.lr, momentum=self.momentum, fused=fused)
-        steps = 0
+        x, y = self.data(client)
+        order = self.order(client, seed, has_norms(model))
+        batches = order.split(self.batch) if len(order) else ()
         model.train()
-        for x, y in self.batches(seed, *self.data(client), has_norms(model)):
+        for rows in batches:
             optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
+            F.cross_entropy(model(x[rows]), y[rows]).backward()
             optimizer.step()
-            steps += 1
-        return steps
+        return len(batches)
 
     def accuracy(self, weights: Tensor) -> float:
         """Return the accuracy of weights on the test set; batch norm goes by the test images, since not all peers
@@ -82,7 +86,7 @@ class Task:
         with torch.no_grad():
             hits = [
                 (model(x).argmax(1) == y).sum()
-                for x, y in zip(self.x_test.split(500), self.y_test.split(500), strict=True)
+                for x, y in zip(self.images("test").split(500), self.y_test.split(500), strict=True)
             ]
         return float(torch.stack(hits).sum()) / len(self.y_test)
 
