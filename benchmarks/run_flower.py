@@ -3,43 +3,22 @@
 import os
 import sys
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
+from flower_client import client, ready
 from gate import Gate
 from task import Task, read
 
 PATH = os.path.abspath(sys.argv[1])
 CORES = len(os.sched_getaffinity(0))
-client = ClientApp()
 server = ServerApp()
-
-
-@cache
-def ready(path: str) -> tuple[Task, torch.nn.Module]:
-    """Load data and network once in each process."""
-    torch.set_num_threads(1)
-    task = Task(path)
-    return task, task.model()
-
-
-@client.train()
-def train(message: Message, context: Context) -> Message:
-    """Train one client."""
-    asked = message.content["config"]
-    task, model = ready(str(asked["path"]))
-    model.load_state_dict(message.content["arrays"].to_torch_state_dict())
-    steps = task.train(model, int(asked["client"]), int(asked["seed"]))
-    numbers = MetricRecord({"num-examples": task.size(int(asked["client"])), "steps": steps})
-    return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": numbers}), reply_to=message)
 
 
 class Paced(FedAvg):
