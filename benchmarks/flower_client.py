@@ -1,4 +1,4 @@
-"""The client of the Flower contender: a module of its own, so that each Ray worker imports it and loads the data once."""
+"""The Flower contender's client: a module of its own, so that each Ray worker imports it and loads the data once."""
 
 from functools import cache
 

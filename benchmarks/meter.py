@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,8 @@ class Contender:
     def __init__(self, words: Sequence[str], log: Path) -> None:
         self.log, began = log, time.monotonic()
         # One thread for everything that is not asked to take more, as Ray has it too.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment |= {"RAY_USAGE_STATS_ENABLED": "0", "FLWR_TELEMETRY_ENABLED": "0"}
         with log.open("ab") as file:
             self.process = subprocess.Popen(
                 words,
@@ -128,10 +130,8 @@ class Contender:
         """End it: its input ends, and what has not gone after a while is killed."""
         assert self.process.stdin is not None
         started = tree(self.process.pid)
-        try:
+        with suppress(BrokenPipeError):
             self.process.stdin.close()
-        except BrokenPipeError:
-            pass
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:

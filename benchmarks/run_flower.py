@@ -5,14 +5,12 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
-
 import torch
+from flower_client import client, ready
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
-from flower_client import client, ready
 from gate import Gate
 from task import Task, read
 

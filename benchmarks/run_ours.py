@@ -1,4 +1,4 @@
-"""A contender: our driver and its pool of client actors on a Ray of their own. `python benchmarks/run_ours.py TASK.npz`."""
+"""A contender: our driver with its pool of client actors, on Ray. `python benchmarks/run_ours.py TASK.npz`."""
 
 import logging
 import shutil

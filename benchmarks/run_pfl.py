@@ -1,5 +1,7 @@
 """A contender: Apple's pfl, one process per core. `.peers/bin/python benchmarks/run_pfl.py TASK.npz`."""
 
+# ruff: noqa: E402
+
 import itertools
 import os
 import socket

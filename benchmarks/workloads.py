@@ -77,7 +77,7 @@ WORKLOADS = {
 
 
 def population(clients: int, folder: Path) -> Workload:
-    """W5: so many clients with a dozen digits each, 100 a round; there are only 1200 digits, so they come repeatedly."""
+    """W5: so many clients with a dozen digits each, 100 a round; there are 1,200 digits, so they come repeatedly."""
     digits, copies = load("digits"), clients // 100
     path = folder / f"digits-{clients}.npz"
     arrays = {"x_train": np.tile(digits.x_train, (copies, 1, 1, 1)), "y_train": np.tile(digits.y_train, copies)}
