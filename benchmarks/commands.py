@@ -18,7 +18,7 @@ BY_HAND = 4  #: so many of the sixteen trials are run one after another by hand;
 
 def start(folder: Path, name: str, tree: dict[str, Any], search: str = "") -> subprocess.Popen[bytes]:
     """Start the command on an experiment; an open leaf is a text that begins with its tag."""
-    text = yaml.safe_dump({"experiment": tree}).replace("'!grid", "!grid").replace("]'", "]")
+    text = yaml.safe_dump({"experiment": tree}, width=10**6).replace("'!grid", "!grid").replace("]'", "]")
     (folder / f"{name}.yaml").write_text(f"{search}\n{text}")
     words = ["-m", "orchestrator.tune", str(folder / f"{name}.yaml"), "--out", str(folder / f"runs-{name}"), "--quiet"]
     return subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL, start_new_session=True)

@@ -67,7 +67,7 @@ WORKLOADS = {
         "digits, 10 clients with one step each, ResNet-18: 45 MB of weights to move",
         5,
         {
-            "data": {"name": "digits", "clients": 10, "alpha": 100, "imbalance": 10},
+            "data": {"name": "digits", "clients": 10, "alpha": 100, "imbalance": 100},
             "model": "resnet18",
             "local": _local(batch=4096),
             "clients_per_round": 10,
