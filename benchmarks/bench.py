@@ -100,7 +100,7 @@ def growth(repeats: int, folder: Path) -> dict[str, Any]:
         try:
             for size, task in tasks.items():
                 runners[size] = Contender(words("fedtail", task), folder / f"W5-{size}.log")
-            turns = [{size: runner.round() for size, runner in runners.items()} for _ in range(10)]
+            turns = [{size: runner.round() for size, runner in runners.items()} for _ in range(9)]
             for runner in runners.values():
                 runner.peak.look()
         finally:
