@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slow chaos lint catalogue clean
+.PHONY: demo test test-slow chaos lint bench catalogue clean
 
 demo: .venv/ready
 	$(BIN)/python -m orchestrator.tune
@@ -28,6 +28,10 @@ lint: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+bench: .venv/ready
+	$(BIN)/python benchmarks/bench.py --peers --repeats 3
+	$(BIN)/python benchmarks/round_cost.py
+
 catalogue: .venv/ready
 	$(BIN)/python -m orchestrator.catalogue README.md
 
@@ -36,4 +40,4 @@ catalogue: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv benchmarks/.peers .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,76 +1,109 @@
-"""What a round of each method costs, relative to a FedAvg round: `python benchmarks/round_cost.py [ROUNDS]`.
+"""What a round of each method costs, relative to a FedAvg round: `python benchmarks/round_cost.py [NAME ...]`.
 
-Fashion-MNIST-LT (imbalance 100, alpha 0.2, 20 clients, 10 a round, one epoch, batch 64, LeNet), one process and thread.
-A round of the method is measured right after a FedAvg round with the same clients, as CPU time without evaluation; the
-median over the rounds of these ratios is shown. Post-hoc phases are shown in FedAvg rounds.
+Workload W1 in one process and thread. A round of the method is measured right after a FedAvg round of the same clients,
+as CPU time without evaluation; the median over rounds of these ratios is shown. Phases of other lengths than the
+experiment's rounds (what comes before or after training) are shown together, in FedAvg rounds.
 """
 
+from __future__ import annotations
+
+import argparse
 import statistics
-import sys
 import time
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
+from workloads import WORKLOADS
 
+import algorithms
+from algorithms.base import Algorithm
+from orchestrator.catalogue import entries
 from orchestrator.client import Worker
-from orchestrator.data import load
+from orchestrator.data import Dataset, load
 from orchestrator.driver import Driver, InProcess, split_for
-from orchestrator.experiment import Experiment
+from orchestrator.evaluate import Scores
 
-METHODS = {
-    "fedavg": "fedavg",
-    "fedprox": "fedprox",
-    "ecl": ["fedavg", "ecl"],
-    "ldae": "ldae",
-    "ldae, equal budget": {"ldae": {"total_budget": True}},
-    "fedloge": "fedloge",
-    "bpfed": "bpfed",
-    "mupfl": "mupfl",
-    "mupfl without PKCF": {"mupfl": {"pkcf": False}},
-}
+OUT = Path(__file__).parent / "round_cost.md"
+#: Methods that W1's network does not suit; FedAvg is then measured on the same one.
+MODELS = {"ldae": "cnn_ecl", "ride": "cnn_ecl", "fedalign": {"name": "resnet8", "width": 8}}
+HEAD = """| method | a round | rest of the run |
+|---|---|---|"""
 
 
-def driver(algorithm: object, rounds: int) -> Driver:
-    """Return a run in this process that evaluates nothing until its end."""
-    experiment = Experiment.model_validate(
-        {
-            "data": {"name": "fashion_mnist", "clients": 20, "alpha": 0.2, "imbalance": 100},
-            "model": "cnn_ecl",
-            "algorithm": algorithm,
-            "local": {"lr": 0.01, "batch": 64},
-            "rounds": rounds,
-            "clients_per_round": 10,
-            "evaluate": {"every": 10**6},
-        }
-    )
-    dataset = load("fashion_mnist")
+@cache
+def images(root: str | None) -> Dataset:
+    """Load the data once."""
+    return load("fashion_mnist", root)
+
+
+class Timed(Driver):
+    """A driver that knows how much of its CPU time went into evaluations."""
+
+    evaluating = 0.0
+
+    def evaluate(self, also: tuple[Algorithm, ...] = ()) -> list[Scores]:
+        """Evaluate, and note what it took."""
+        before = time.process_time()
+        scores = super().evaluate(also)
+        self.evaluating += time.process_time() - before
+        return scores
+
+    def cost(self) -> float:
+        """Run the next round; return its CPU seconds without those of an evaluation."""
+        before = time.process_time() - self.evaluating
+        self.advance()
+        return time.process_time() - self.evaluating - before
+
+
+def driver(algorithm: str, rounds: int, data: str | None, **changes: Any) -> Timed:
+    """Return a run in this process that evaluates nothing until the end of a phase."""
+    experiment = WORKLOADS["W1"].experiment(rounds - 1, algorithm=algorithm, **changes)
+    dataset = images(data)
     parts = split_for(experiment, dataset)
-    return Driver(experiment, dataset, parts, InProcess(Worker(experiment, dataset, parts)))
+    return Timed(experiment, dataset, parts, InProcess(Worker(experiment, dataset, parts)))
 
 
-def cost(run: Driver) -> float:
-    """Return the CPU seconds of the next round, its evaluation left out."""
-    before = time.process_time()
-    line = run.advance()
-    return time.process_time() - before - line["metrics"].get("time/evaluate", 0.0)
+def row(name: str, rounds: int, data: str | None) -> str:
+    """Measure a method and return its row of the table."""
+    changes = {"model": MODELS[name]} if name in MODELS else {}
+    driver("fedavg", 2, data, **changes).cost()  # warms up
+    base, run = driver("fedavg", 10**4, data, **changes), driver(name, rounds, data, **changes)
+    ratios, rest, unit = [], 0.0, []
+    while not run.done:
+        turn = run.plan[run.round]
+        unit.append(base.cost())
+        spent = run.cost()
+        if turn.rounds == rounds:
+            ratios.append(spent / unit[-1])
+        else:
+            rest += spent
+    shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "-"
+    return f"| {name} | {shown} | {rest / statistics.median(unit):.1f} |"
 
 
 def main() -> None:
-    """Print the table."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
-    print(f"torch {torch.__version__}, {rounds} paired rounds\n\n| method | a round | rest of the run |\n|---|---|---|")
-    for name, algorithm in METHODS.items():
-        base, run = driver("fedavg", 10**6), driver(algorithm, rounds)
-        cost(base)  # warm up
-        ratios, rest, unit = [], 0.0, []
-        while not run.done:
-            turn = run.plan[run.round]
-            unit.append(cost(base))
-            spent = cost(run)
-            if turn.rounds == rounds:
-                ratios.append(spent / unit[-1])
-            else:
-                rest += spent
-        print(f"| {name} | {statistics.median(ratios):.2f} | {rest / statistics.median(unit):.1f} |", flush=True)
+    """Print the table and write it down."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="methods of the catalogue (default: all)")
+    parser.add_argument("--rounds", type=int, default=5, help="paired rounds (default: 5)")
+    parser.add_argument("--data", help="the directory of the data sets (default: as the orchestrator finds them)")
+    asked = parser.parse_args()
+    unknown = set(asked.names) - set(algorithms.names())
+    if unknown:
+        parser.error(f"no method {', '.join(sorted(unknown))}; see `python -m orchestrator.tune --list`")
+    print(HEAD, flush=True)
+    rows = []
+    for name, _ in entries():
+        if not asked.names or name in asked.names:
+            rows.append(row(name, asked.rounds, asked.data))
+            print(rows[-1], flush=True)
+    if not asked.names:
+        about = (
+            f"{(__doc__ or '').partition(chr(10) * 2)[2]}\ntorch {torch.__version__}, {asked.rounds} paired rounds.\n\n"
+        )
+        OUT.write_text(f"# Round costs\n\n{about}" + "\n".join([HEAD, *rows, ""]))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -78,6 +79,7 @@ class Result:
     late: dict[int, str] = field(default_factory=dict)  #: how long a client was waited for in vain
     loss: float = 0.0  #: summed over steps
     steps: int = 0
+    seconds: float = 0.0  #: that the work took
     bytes_up: int = 0
     bytes_extra: int = 0  #: of these beyond a model for each client
 
@@ -165,7 +167,7 @@ class Client:
         self.state = State({})
         self.counts = worker.counts[id]
         self.n = len(worker.split.rows(id))
-        everywhere, source = worker.counts[: worker.split.server_id].sum(0), worker.experiment.local.prior
+        everywhere, source = worker.everywhere, worker.experiment.local.prior
         self.prior = worker.prior(self.counts, everywhere, proxy)
         self._loss = worker.loss.at(progress)
         self._given = {
@@ -307,6 +309,7 @@ class Worker:
             for name, module in self.network.named_modules()
             if isinstance(module, nn.modules.batchnorm._BatchNorm)
         ]
+        self._channels_last = device == CPU and self.network.channels_last
         stem, stage = self.network.halves()
         self._pieces = {"body": self.network.body, "stem": stem, "stage": stage, "head": self.network.head}
         self._names = {
@@ -317,6 +320,7 @@ class Worker:
         self.x_test, self.y_test = torch.from_numpy(dataset.x_test).to(device), torch.from_numpy(dataset.y_test)
         owns = np.bincount(dataset.y_train[split.server], minlength=dataset.classes)
         self.counts = torch.from_numpy(np.vstack([split.counts, owns])).to(device, torch.float32)  # the server's last
+        self.everywhere = self.counts[: split.server_id].sum(0)
         self.mean, self.std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (dataset.mean, dataset.std))
         named = experiment.local.augment
         self.augment = {"none": _as_it_is, "crop_flip": self._crop_flip}[dataset.augment if named == "auto" else named]
@@ -347,12 +351,18 @@ class Worker:
             # While predicting, what weights make of x is shared by all who share these; held, so that keys stay unique.
             key = piece, x.data_ptr(), *((t.data_ptr(), t._version) for t in weights.values())
             if key not in self._memo:
-                self._memo[key] = (x, *weights.values()), functional_call(self._pieces[piece], weights, (x,))
+                self._memo[key] = (x, *weights.values()), self._call(piece, weights, x)
             return self._memo[key][1]
         for module, name in self.norms:
             if name in w:
                 module.training = w[name].requires_grad
-        return functional_call(self._pieces[piece], weights, (x,))  # type: ignore[no-any-return]
+        return self._call(piece, weights, x)
+
+    def _call(self, piece: str, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        if self._channels_last:
+            weights = {n: t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for n, t in weights.items()}
+            x = x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if x.dim() == 4 else x
+        return functional_call(self._pieces[piece], weights, (x,))  # type: ignore[arg-type, no-any-return]
 
     def head(self, w: Model, h: Tensor, each: bool = False) -> Tensor:
         """Return the head's logits of features, or those of each expert."""
@@ -413,12 +423,18 @@ class Worker:
             fields = {}  # what the server remembers is in its own state
         else:
             newborn = Client(self, id, stream(self.experiment.seed, MEMORY, part, id))
-            torch.manual_seed(newborn.rng.initial_seed())
+            self._seed(newborn.rng.initial_seed())
             fields = algorithm.client_state(newborn, origin)
         client = Client(self, id, seed, **call)
         client.state = State(place(fields, self.device))
-        torch.manual_seed(seed)
+        self._seed(seed)
         return client
+
+    def _seed(self, seed: int) -> None:
+        """Seed what draws without a generator of its own, e.g. dropout; `torch.manual_seed` takes a millisecond."""
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def do(self, job: Job, shared: tuple[Any, ...], origin: Params) -> Result:
         """Do a job: a pure function of its arguments, on any machine and in any order."""
@@ -429,7 +445,9 @@ class Worker:
             "count": partial(evaluate.count, self),
             "moments": partial(evaluate.moments, self),
         }
+        began = time.perf_counter()
         tasks[job.task](job, place(shared, self.device), place(origin, self.device), result)
+        result.seconds = time.perf_counter() - began
         return result
 
     def _run(self, job: Job, shared: tuple[Any, ...], origin: Params, result: Result) -> None:
@@ -464,7 +482,7 @@ class Worker:
             if job.keys is None:
                 result.values[id] = place(value, CPU)
             else:
-                value = self.aggregation.limited(value, sent).widen()
+                value = self.aggregation.limited(value, sent)
                 part = Part(job.keys[id], form(value), [id], value)
                 same = None if self.aggregation.each else next((p for p in result.parts if _alike(p, part)), None)
                 if same is None:

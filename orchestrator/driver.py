@@ -74,6 +74,8 @@ def split_for(experiment: Experiment, dataset: Dataset) -> Split:
 class Engine(Protocol):
     """Whoever does the jobs."""
 
+    size: int  #: how many workers there are
+
     def put(self, value: Any) -> Any:
         """Make a value available to all workers, once, and return what to pass to `run`."""
 
@@ -85,7 +87,7 @@ class InProcess:
     """The engine without Ray: one worker in this process, job after job."""
 
     def __init__(self, worker: Worker) -> None:
-        self.worker = worker
+        self.worker, self.size = worker, 1
         torch.set_num_threads(worker.experiment.cluster.threads)
 
     def put(self, value: Any) -> Any:
@@ -220,10 +222,13 @@ class Driver:
         self._pending: dict[int, dict[str, Any]] = {}
         self._calls = {"clients": 0, "server": 0}  # apart, so that what the server does changes no client's randomness
         self._loss, self._steps, self._up, self._extra, self._down = 0.0, 0, 0, 0, 0
+        self._clock = {"clients": 0.0, "wait": 0.0, "move": 0.0}
         self._rejected, self._late = dict[int, str](), dict[int, str]()
         seed = self.experiment.seed
         rng = np.random.default_rng(stream(seed, SERVER, self.round))
-        torch.manual_seed(stream(seed, SERVER, self.round, 1))
+        torch.default_generator.manual_seed(stream(seed, SERVER, self.round, 1))
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(stream(seed, SERVER, self.round, 1))
         server = State(place(self.server.fields(), self.device))
         self._away: set[int] = set()
         drawn = self._draw(turn)
@@ -239,6 +244,8 @@ class Driver:
             # Everything stays as it was before the round.
         self.round += 1
         metrics: dict[str, float] = {"time/train": time.perf_counter() - began}
+        metrics |= {f"time/{part}": seconds for part, seconds in self._clock.items()}
+        metrics["time/server"] = metrics["time/train"] - sum(self._clock.values())
         if self._steps:
             metrics["train/loss"] = self._loss / self._steps
         metrics |= {"bytes/up": float(self._up), "bytes/down": float(self._down)}
@@ -330,7 +337,13 @@ class Driver:
             )
             for part in cut(ids)
         ]
-        results = self.engine.run(jobs, self.engine.put(shared), self._origin)
+        began = time.perf_counter()
+        reference = self.engine.put(shared)
+        put = time.perf_counter()
+        results = self.engine.run(jobs, reference, self._origin)
+        work = sum(result.seconds for result in results) / self.engine.size
+        for part, seconds in (("move", put - began), ("clients", work), ("wait", time.perf_counter() - put - work)):
+            self._clock[part] += seconds
         self._calls[who] += 1
         if who == "server":
             return results
@@ -370,7 +383,7 @@ class Driver:
             population = len(self.selectable)
             self.releases[f"{population if drawn is None else drawn}/{population}"] += 1
         rng = torch.Generator().manual_seed(stream(self.experiment.seed, NOISE, self.round, self._calls["clients"]))
-        return {k: self.aggregation.released(self.aggregation.combined(some), rng) for k, some in parts.items()}
+        return {k: self.aggregation.released(self.aggregation.combined(some).widen(), rng) for k, some in parts.items()}
 
     def _remembered(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Return what these clients remember, this round's own changes included."""

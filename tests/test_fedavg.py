@@ -30,12 +30,12 @@ def plain_fedavg(run, experiment):
         chosen = sorted(rng.choice(run.selectable, experiment.clients_per_round, replace=False).tolist())
         total, samples = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in server.items()}, 0
         for k in chosen:
-            model = copy.deepcopy(network).train()
+            model = copy.deepcopy(network).train().to(memory_format=torch.channels_last)
             model.load_state_dict(server, strict=False)  # batch norm here counts no batches
             optimizer = torch.optim.SGD(
                 model.parameters(), local.lr, momentum=local.momentum, weight_decay=local.weight_decay
             )
-            x, y = images[split.train[k]], labels[split.train[k]]
+            x, y = images[split.train[k]].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), labels[split.train[k]]
             order = torch.Generator().manual_seed(stream(experiment.seed, CALL, round, 0, k))
             for _ in range(local.epochs):
                 for rows in torch.randperm(len(y), generator=order).split(local.batch):

@@ -403,3 +403,10 @@ def test_a_torchvision_that_fails_otherwise_is_not_touched():
             raise AssertionError
         assert vision._schemas is None
     """)
+
+
+@every
+def test_no_convolution_of_one_pixel_strides(name):
+    """Where its channels come last, the gradient of one that does is written out of bounds (torch 2.13 on the CPU)."""
+    convolutions = [m for m in case(name).modules() if isinstance(m, nn.Conv2d)]
+    assert all(m.stride == (1, 1) for m in convolutions if m.kernel_size == (1, 1))

