@@ -188,9 +188,8 @@ class Reporter(tune.Callback):  # type: ignore[misc]
         if status_of(path)["status"] in ("RUNNING", "WAITING"):
             error = None
             if otherwise == "FAILED":
-                error = (
-                    f"the driver of the trial died: {getattr(trial, 'get_error', lambda: None)() or 'no reason known'}"
-                )
+                reason = getattr(trial, "get_error", lambda: None)()
+                error = f"the driver of the trial died: {reason or 'nobody knows why'}"
             try:
                 set_status(path, otherwise, error=error)
             except CheckpointError as full:  # told when Tune is done: it would answer with its own traceback

@@ -219,7 +219,7 @@ from conftest import driver, finish, tiny
 from chaos import until
 from test_pool import on_ray
 
-experiment = tiny(algorithm="scaffold", rounds=20, local={"lr": 0.005, "batch": 16, "epochs": 10}, evaluate={"every": 10})
+experiment = tiny(algorithm="scaffold", rounds=20, local={"lr": 0.005, "batch": 16, "epochs": 10})
 expected = finish(driver(experiment)).fingerprint()
 cluster = Cluster(True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 worker = cluster.add_node(num_cpus=1)
