@@ -11,6 +11,7 @@ import pytest
 from chaos import (
     CLIENT,
     TRAINABLE,
+    WORKING,
     called,
     end,
     finished,
@@ -40,9 +41,6 @@ clients_per_round: 3
 evaluate: {every: 10}
 failures: {checkpoint_s: 0}
 """
-
-
-WORKING = (TRAINABLE, CLIENT, "raylet")
 
 
 def kill_every(seconds, pool, chance, done):
