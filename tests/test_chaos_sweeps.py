@@ -53,6 +53,7 @@ def check_tracking(out, name):
         assert stored(out / "mlflow.db", trial["run_id"]) == logged(out / name / "trials" / trial["id"])
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_a_sweep_that_is_stopped_after_two_of_six_trials(tmp_path, scratch, chance, signum):
     file, out = tmp_path / "six.yaml", tmp_path / "out"
@@ -89,6 +90,7 @@ def files(trial):
     return [trial / "metrics.jsonl", trial / "status.json", trial / "checkpoint" / "manifest.json"]
 
 
+@pytest.mark.timeout(600)
 def test_two_sweeps_and_a_reader_in_one_database(tmp_path, scratch):
     """They also share the work that they have in common: each trial of one is a trial of the other."""
     out, names = tmp_path / "out", ["one", "two"]
