@@ -23,9 +23,12 @@ def scratch() -> Iterator[Path]:
     lock = FileLock(making / LOCK)
     lock.acquire()
     folder = making.rename(making.with_name(making.name[1:]))
+    outside = os.environ.get("TMPDIR", "")  # empty is as good as none
+    os.environ["TMPDIR"] = str(folder)  # of the processes that are started now: killed ones tidy nothing up
     try:
         yield folder
     finally:
+        os.environ["TMPDIR"] = outside
         shutil.rmtree(folder, ignore_errors=True)
         lock.release()
 

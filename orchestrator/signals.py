@@ -17,26 +17,34 @@ class Interrupted(BaseException):
 
 
 _received: list[int] = []
+_postponed: list[bool] = []
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
     _received.append(signum)
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_DFL)
-    raise Interrupted(signum)
+    if not _postponed:
+        heed()
+
+
+def heed() -> None:
+    """Stop if a signal has come."""
+    if _received:
+        raise Interrupted(_received[0])
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """Inside Ray's native calls an exception from a handler comes out as another one: make it `Interrupted` again."""
+def postponed() -> Iterator[None]:
+    """Let a signal wait until `heed` or the end: half of Ray is hard to end, and its calls change our exception."""
+    _postponed.append(True)
     try:
         yield
-    except Interrupted:
-        raise
-    except BaseException:
-        if _received:
-            raise Interrupted(_received[0]) from None
-        raise
+    except SystemExit as error:  # Ray's own answer to a SIGTERM
+        _received.append(error.code if isinstance(error.code, int) else signal.SIGTERM)
+    finally:
+        _postponed.pop()
+    heed()
 
 
 def listen() -> None:

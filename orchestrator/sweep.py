@@ -29,7 +29,7 @@ from orchestrator.resources import HEAD, Nodes, Share, concurrency, planned, sha
 from orchestrator.schedulers import SCHEDULERS
 from orchestrator.scratch import scratch
 from orchestrator.search import Feeder, Proposer, seeds
-from orchestrator.signals import interruptible, listen
+from orchestrator.signals import heed, listen, postponed
 from orchestrator.space import Trial as Point
 from orchestrator.space import leaves, tune_domain, varied
 from orchestrator.tracking import Mirror
@@ -122,7 +122,7 @@ def run_sweep(
                 lambda config: tune.PlacementGroupFactory(Share(**config["job"]["share"]).bundles(), strategy="SPREAD"),
             )
             reporter = Reporter(folder, mirror, view, search.budget)
-            with interruptible(), reporter.drawing:
+            with postponed(), reporter.drawing:
                 tune.Tuner(
                     trainable,
                     param_space=None
@@ -169,6 +169,10 @@ class Reporter(tune.Callback):  # type: ignore[misc]
         """Whether the sweep's time is used up."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
+    def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        """Tune looks around."""
+        heed()
+
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial begins, or begins again."""
         id = trial.config["job"]["trial"]
@@ -189,9 +193,8 @@ class Reporter(tune.Callback):  # type: ignore[misc]
         if status_of(path)["status"] in ("RUNNING", "WAITING"):
             error = None
             if otherwise == "FAILED":
-                error = (
-                    f"the driver of the trial died: {getattr(trial, 'get_error', lambda: None)() or 'no reason known'}"
-                )
+                reason = getattr(trial, "get_error", lambda: None)()
+                error = f"the driver of the trial died: {reason or 'nobody knows why'}"
             try:
                 set_status(path, otherwise, error=error)
             except CheckpointError as full:  # told when Tune is done: it would answer with its own traceback
@@ -249,6 +252,7 @@ def _cluster(options: argparse.Namespace, console: Console) -> Iterator[None]:
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     with ExitStack() as after:
         if options.address:
+            after.callback(ray.shutdown)
             try:
                 ray.init(address=options.address, **common)
             except ConnectionError as error:
@@ -256,8 +260,9 @@ def _cluster(options: argparse.Namespace, console: Console) -> Iterator[None]:
                 raise InputError([f"--address {options.address}: {error}; {hint}"]) from None
         else:
             folder = after.enter_context(scratch()) / "ray"  # Ray opens its own directory to everybody
-            _start(options, folder, common, console)
-        after.callback(ray.shutdown)
+            after.callback(ray.shutdown)
+            with postponed():
+                _start(options, folder, common, console)
         listen()
         token = Path.home() / ".ray" / "auth_token"
         if token.exists():

@@ -11,6 +11,7 @@ from pathlib import Path
 from test_command import command
 
 TRAINABLE, CLIENT = "ray::ResourceTrainable", "ray::ClientActor"
+WORKING = (TRAINABLE, CLIENT, "raylet")
 
 
 @contextmanager

@@ -72,8 +72,8 @@ def test_the_run_stops_in_words_and_goes_on_when_there_is_room(tmp_path, small_d
     assert "make room, and continue with --resume" in error, "and what to do next"
     assert rounds(trial) < 300
     assert RunDirectory(trial).load() is not None, "the previous checkpoint is intact"
-    halves = [p for p in folder.rglob("*") if p.is_file() and (p.name.startswith(".") or p.name.endswith(".new"))]
-    assert halves == []
+    files = [p for p in (*folder.iterdir(), *(folder / "trials").rglob("*")) if p.is_file()]
+    assert [p for p in files if p.name.startswith(".") or p.name.endswith(".new")] == [], "no half files"
 
     ballast.unlink()
     code, text, error = finished("--name", "full", "--resume", *common, scratch=scratch)

@@ -1,12 +1,13 @@
 """A long run with many clients: memory, shared memory, temporary files and round times do not grow."""
 
 import os
+import re
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from chaos import lines, members, rounds, started, summary
+from chaos import called, lines, members, rounds, started, summary
 
 pytestmark = pytest.mark.chaos
 
@@ -34,10 +35,16 @@ def resident(session):
     return total
 
 
-def size(folder, pattern="**/*"):
+def shared(session):
+    """Return the bytes of shared memory that Ray's object store has touched; its file in /dev/shm has no name."""
+    (raylet,) = called(session, "raylet")
+    return 1024 * int(re.search(r"RssShmem:\s+(\d+) kB", Path(f"/proc/{raylet}/status").read_text())[1])
+
+
+def size(folder):
     """Return the bytes on disk of the files below a directory."""
     total = 0
-    for path in folder.glob(pattern):
+    for path in folder.rglob("*"):
         try:
             total += path.stat().st_blocks * 512
         except FileNotFoundError:
@@ -58,8 +65,8 @@ def test_a_thousand_clients_for_two_hundred_rounds(tmp_path, scratch):
     with started(tmp_path / "soak.yaml", "--out", tmp_path / "out", "--num-cpus", 2, scratch=scratch) as process:
         while process.poll() is None:
             if 0 < (done := rounds(trial)) < 200:
-                shared = sum(p.stat().st_blocks * 512 for p in Path("/dev/shm").iterdir() if p.is_file())
-                seen.append((done, resident(process.pid), shared, size(scratch), size(trial / "checkpoint")))
+                memory = resident(process.pid), shared(process.pid)
+                seen.append((done, *memory, size(scratch), size(trial / "checkpoint")))
             pause.wait(0.5)
         out, err = process.communicate()
     assert process.returncode == 0, out + err
@@ -69,12 +76,13 @@ def test_a_thousand_clients_for_two_hundred_rounds(tmp_path, scratch):
     assert len(steady) >= 10
     slopes = [np.polyfit(steady[:, 0], steady[:, column], 1)[0] / 2**20 for column in range(1, 5)]
     seconds = [line["metrics"]["time/train"] for line in lines(trial)]
-    first, last = (np.percentile(part, 95) for part in (seconds[10:60], seconds[-50:]))
-    print("MB a round: memory {:.3f}, /dev/shm {:.3f}, temporary files {:.3f}, checkpoint {:.3f}".format(*slopes))
-    print(f"p95 of a round: {first:.4f} s in the first 50, {last:.4f} s in the last 50")
+    first, last = (np.percentile(part, [50, 95]) for part in (seconds[10:60], seconds[-50:]))
+    print("MB a round: memory {:.3f}, shared memory {:.3f}, temporary files {:.3f}, checkpoint {:.3f}".format(*slopes))
+    print(f"median and p95 of a round: {first} s in the first 50, {last} s in the last 50")
+    # A thousand clients remember 0.15 MB each, and two thirds of them are first drawn after the start: 0.5 MB a round.
     assert slopes[0] < 1
     assert steady[:, 2].max() < 300 * 2**20, "objects of past rounds are freed"
     assert steady[:, 3].max() < 50 * 2**20
     assert slopes[3] < 1
-    assert last < 1.5 * first
+    assert last[0] < 1.5 * first[0]
     assert len({key for line in lines(trial) for key in line["metrics"]}) <= 60

@@ -1,0 +1,46 @@
+"""The temporary directory of a run: private, gone at the end, and after a kill gone with the next start."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from test_tracking import ROOT
+
+from orchestrator.scratch import scratch
+
+HOLD = """
+import signal
+from orchestrator.scratch import scratch
+with scratch() as folder:
+    (folder / "log").write_text("much")
+    print(folder, flush=True)
+    signal.pause()
+"""
+
+
+def test_the_leavings_of_the_dead_go_and_those_of_the_living_stay(tmp_path, monkeypatch):
+    (tmp_path / "fedtail-of-somebody").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    held = [
+        subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+        for _ in range(2)
+    ]
+    try:
+        dead, alive = (Path(process.stdout.readline().strip()) for process in held)
+        held[0].kill()
+        held[0].wait()
+        assert (dead / "log").exists()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        with scratch() as own:
+            assert own.stat().st_mode & 0o777 == 0o700
+            assert os.environ["TMPDIR"] == str(own)
+            assert {*tmp_path.iterdir()} == {own, alive, tmp_path / "fedtail-of-somebody"}
+            assert (alive / "log").exists()
+        assert {*tmp_path.iterdir()} == {alive, tmp_path / "fedtail-of-somebody"}
+        assert os.environ["TMPDIR"] != str(own)
+    finally:
+        for process in held:
+            process.kill()
+            process.wait()
