@@ -36,7 +36,7 @@ def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         for i, v in enumerate(value):
             yield from tensors(v, f"{name}.{i}".lstrip("."))
     elif isinstance(value, float):
-        yield name, torch.tensor(value, dtype=torch.float64)
+        yield name, torch.tensor(value)
 
 
 def fault(upload: Any, memory: Any, origin: Params) -> str | None:

@@ -60,12 +60,13 @@ def plain_fedper(run, experiment):
     local, data = experiment.local, digits()
     mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (data.mean, data.std))
     images, labels = (torch.from_numpy(data.x_train).float() / 255 - mean) / std, torch.from_numpy(data.y_train)
+    images = images.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
     server, private = copy.deepcopy(run.engine.worker.network), {}
     for round in range(experiment.rounds):
         rng = np.random.default_rng(stream(experiment.seed, SAMPLING, round))
         total, samples = 0, 0
         for k in sorted(rng.choice(run.selectable, experiment.clients_per_round, replace=False).tolist()):
-            model = copy.deepcopy(server).train()
+            model = copy.deepcopy(server).train().to(memory_format=torch.channels_last)
             if k not in private:
                 birth = torch.Generator().manual_seed(stream(experiment.seed, MEMORY, 0, k))
                 draws = (2 * torch.rand(650, generator=birth) - 1) / 8

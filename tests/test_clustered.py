@@ -44,7 +44,7 @@ def updates(run):
 def test_a_cluster_for_each_client_is_fedavg(model):
     own = finish(driver(tiny(algorithm=clustered(3), model=model))).server.model
     plain = finish(driver(tiny(model=model))).server.model
-    torch.testing.assert_close(own.flat, plain.flat, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(own.flat, plain.flat, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(own.buffers, plain.buffers, rtol=1e-4, atol=1e-5)
 
 

@@ -78,7 +78,7 @@ def steps_taken(experiment, monkeypatch):
 
 
 def test_stragglers_manage_a_part_of_their_steps(monkeypatch):
-    changes = {"rounds": 20, "clients_per_round": 6, "evaluate": {"every": 20}, "local": {"lr": 0.01, "epochs": 5}}
+    changes = {"rounds": 20, "clients_per_round": 6, "evaluate": {"every": 20}, "local": {"lr": 0.01, "epochs": 2}}
     full = steps_taken(tiny(**changes), monkeypatch)
     slow = steps_taken(tiny(**changes, failures={"stragglers": 0.5}), monkeypatch)
     pairs = [(slow[r][id], full[r][id]) for r in full for id in full[r]]
