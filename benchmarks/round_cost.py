@@ -20,10 +20,10 @@ from workloads import WORKLOADS
 import algorithms
 from algorithms.base import Algorithm
 from orchestrator.catalogue import entries
-from orchestrator.client import Worker
 from orchestrator.data import Dataset, load
 from orchestrator.driver import Driver, InProcess, split_for
 from orchestrator.evaluate import Scores
+from orchestrator.worker import Worker
 
 OUT = Path(__file__).parent / "round_cost.md"
 #: Methods that W1's network does not suit; FedAvg is then measured on the same one.

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from algorithms.params import Params
-from orchestrator.client import CALL, SAMPLING, network, stream
+from orchestrator.client import CALL, SAMPLING, stream
 from orchestrator.data import Dataset, Split, load
 from orchestrator.driver import split_for
 from orchestrator.experiment import Experiment
+from orchestrator.worker import network
 
 
 @dataclass(frozen=True)

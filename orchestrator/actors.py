@@ -17,9 +17,9 @@ import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from algorithms.params import Params
-from orchestrator.client import ClientFailed, Job, Result, Worker, claim
 from orchestrator.data import Split
 from orchestrator.experiment import Experiment
+from orchestrator.worker import ClientFailed, Job, Result, Worker, claim
 
 BUNDLES = 4  #: messages to each actor in which a call would be sent if all were of the size of the first
 START_S = 900.0  #: a pool with no live actor for this long gives up; a new machine in a cloud takes minutes

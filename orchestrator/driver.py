@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,34 +18,16 @@ from algorithms.losses import Loss
 from algorithms.params import Params
 from algorithms.portraits import Sitting, portraits
 from orchestrator.checkpoint import CheckpointError, RunDirectory, fingerprint
-from orchestrator.client import (
-    CPU,
-    DROPOUT,
-    NOISE,
-    REMEDY,
-    SAMPLING,
-    SERVER,
-    ClientFailed,
-    Job,
-    Result,
-    Worker,
-    network,
-    own,
-    place,
-    size,
-    stream,
-)
+from orchestrator.client import DROPOUT, NOISE, SAMPLING, SERVER, stream
+from orchestrator.cohort import Cohort, NothingUsable
 from orchestrator.data import Dataset, Split, split
 from orchestrator.evaluate import Scores, SortedTest
 from orchestrator.experiment import Experiment
 from orchestrator.gate import form, strangers
 from orchestrator.plan import Turn, plan
 from orchestrator.privacy import epsilon
-
-
-class NothingUsable(RuntimeError):
-    """A round has no update to go on with."""
-
+from orchestrator.values import CPU, own, place, size
+from orchestrator.worker import REMEDY, ClientFailed, Job, Result, Worker, network
 
 JOBS = 64  #: a call is cut into at most this many jobs, whoever runs them
 
@@ -103,59 +85,6 @@ def cut(ids: Sequence[int]) -> list[tuple[int, ...]]:
     """Cut the sampled clients into jobs by a rule that looks at nothing else, so that sums always fold alike."""
     jobs = max(1, min(JOBS, len(ids)))
     return [tuple(part.tolist()) for part in np.array_split(np.array(ids, dtype=int), jobs) if len(part)]
-
-
-class Cohort:
-    """The clients of one round, seen from the server; `algorithms.base.Cohort` tells what each member is for."""
-
-    def __init__(
-        self, driver: Driver, ids: Sequence[int], turn: Turn, rng: np.random.Generator, drawn: int | None = None
-    ) -> None:
-        self.ids, self.everyone = list(ids), list(driver.selectable)
-        self.rng = rng
-        self._driver, self._turn = driver, turn
-        self._drawn = drawn  # how many were drawn uniformly, of whom these are those who answer; None: otherwise chosen
-
-    @property
-    def progress(self) -> float:
-        """Share of the phase's rounds that are behind; whoever asks depends on how many rounds there are."""
-        self._driver.asked_progress = True
-        return self._turn.progress
-
-    def sum(self, local: Callable[..., Sum], *shared: Any) -> Sum:
-        """Run a client method on every client and add up what they return."""
-        return self.sum_by(dict.fromkeys(self.ids), local, *shared)[None]
-
-    def sum_by(self, key: Mapping[int, Hashable], local: Callable[..., Sum], *shared: Any) -> dict[Hashable, Sum]:
-        """Run a client method on the clients that have a key, and add up by key."""
-        results = self._driver.call(sorted(key), local.__name__, shared, keys=key)
-        parts: dict[Hashable, list[Sum]] = {}
-        for part in (part for result in results for part in result.parts):
-            parts.setdefault(part.key, []).append(part.total)
-        if unheard := {k for k in key.values() if k not in parts}:
-            raise NothingUsable(f"no usable update from any client of {unheard}")
-        totals = self._driver.combine(parts, self._drawn)
-        return {k: total.to(self._driver.device) for k, total in totals.items()}
-
-    def map(self, local: Callable[..., Any], *shared: Any, each: Mapping[int, Any] | None = None) -> dict[int, Any]:
-        """Run a client method on every client and return each one's value; `each` adds an argument per client."""
-        results = self._driver.call(self.ids, local.__name__, shared, each=each)
-        values = {id: value for result in results for id, value in result.values.items()}
-        if self._driver.aggregation.private and any(value is not None for value in values.values()):
-            raise TypeError(
-                f"{local.__name__} tells the server something of each client, which noise on sums cannot hide"
-            )
-        return place(values, self._driver.device)  # type: ignore[no-any-return]
-
-    def server(self, local: Callable[..., Any], *shared: Any) -> Any:
-        """Run a client method once on the server, with the data that the server owns, and return its value."""
-        here = self._driver.split.server_id
-        (result,) = self._driver.call([here], local.__name__, shared)
-        return place(result.values[here], self._driver.device)
-
-    def only(self, ids: Sequence[int]) -> Cohort:
-        """Return the cohort of just these clients of the population."""
-        return Cohort(self._driver, self._driver.present(sorted(ids)), self._turn, self.rng)
 
 
 class Driver:

@@ -20,7 +20,8 @@ from orchestrator.data import Split
 if TYPE_CHECKING:
     from algorithms.base import Predictor
     from algorithms.params import Params
-    from orchestrator.client import Client, Job, Result, Worker
+    from orchestrator.client import Client
+    from orchestrator.worker import Job, Result, Worker
 
 BLOCK = 512  #: test images per forward pass
 IntArray = np.ndarray[Any, np.dtype[np.int64]]

@@ -13,30 +13,13 @@ from torch import Tensor
 
 from algorithms.base import Sum
 from algorithms.params import Layout, Params
+from orchestrator.values import tensors
 
 LARGEST = 1e15  #: of a number in an upload: beyond, sums of squares overflow, and nobody's weights are there
 
 EMPTY = "empty"  #: what a client sends that has nothing to say; it fits everywhere
 
 Form = tuple[tuple[str, str], ...]  # names of the tensors of an upload and what they are; a dict's entries go by '*'
-
-
-def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor inside a value with its dotted name."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Params):
-        yield from ((f"{name}.{kind}", t) for kind, t in (("weights", value.flat), ("buffers", value.buffers)))
-    elif isinstance(value, Sum):
-        yield from tensors(value.terms(), name)
-    elif isinstance(value, Mapping):
-        for k, v in value.items():
-            yield from tensors(v, f"{name}.{k}".lstrip("."))
-    elif isinstance(value, list | tuple):
-        for i, v in enumerate(value):
-            yield from tensors(v, f"{name}.{i}".lstrip("."))
-    elif isinstance(value, float):
-        yield name, torch.tensor(value)
 
 
 def fault(upload: Any, memory: Any, origin: Params) -> str | None:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from orchestrator.client import network
 from orchestrator.data import DataError, Dataset, load
 from orchestrator.driver import data_key, split_for
 from orchestrator.experiment import Experiment, InputError, Search, dump
 from orchestrator.resources import Share, concurrency, share
 from orchestrator.space import Trial
+from orchestrator.worker import network
 
 ROUNDS = 1_000_000  #: of a run: all of them are planned before the first
 

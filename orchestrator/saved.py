@@ -15,11 +15,12 @@ import yaml
 
 from algorithms.base import Algorithm, Predictor
 from orchestrator.checkpoint import CheckpointError, pack, unpack, write
-from orchestrator.client import CPU, Worker, place
 from orchestrator.data import Dataset, Split
 from orchestrator.driver import Driver
 from orchestrator.evaluate import BLOCK
 from orchestrator.experiment import Experiment
+from orchestrator.values import CPU, place
+from orchestrator.worker import Worker
 
 FILE = "model.safetensors"
 

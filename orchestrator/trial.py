@@ -18,7 +18,6 @@ from ray import tune
 from algorithms.base import Algorithm
 from orchestrator.actors import Pool
 from orchestrator.checkpoint import CheckpointError, RunDirectory, set_status, write, write_json
-from orchestrator.client import ClientFailed, claim
 from orchestrator.data import describe
 from orchestrator.driver import Driver, data_key, split_for
 from orchestrator.experiment import Experiment, dump, read, read_back
@@ -26,6 +25,7 @@ from orchestrator.prefixes import Cache, prefixes
 from orchestrator.resources import Share
 from orchestrator.saved import save
 from orchestrator.space import fill
+from orchestrator.worker import ClientFailed, claim
 
 MOST_ALIKE = 64  #: settings that are scored in one go
 

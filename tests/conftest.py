@@ -14,12 +14,12 @@ import pytest
 
 from orchestrator import folder, summary
 from orchestrator.checkpoint import set_status, write_json
-from orchestrator.client import Worker
 from orchestrator.data import Dataset, describe, load
 from orchestrator.driver import Driver, InProcess, split_for
 from orchestrator.experiment import Experiment, read
 from orchestrator.scratch import scratch as temporary
 from orchestrator.space import trials
+from orchestrator.worker import Worker
 
 
 def tiny(**changes: object) -> Experiment:

@@ -12,7 +12,8 @@ from algorithms.aggregations import AGGREGATIONS, Aggregation, Clip, Median, Pri
 from algorithms.base import Sum
 from algorithms.fedavg import FedAvg
 from algorithms.params import Params
-from orchestrator.driver import Cohort, Driver
+from orchestrator.cohort import Cohort
+from orchestrator.driver import Driver
 from orchestrator.experiment import InputError, read
 from orchestrator.privacy import epsilon
 

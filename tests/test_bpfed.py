@@ -13,9 +13,10 @@ from pydantic import ValidationError
 from algorithms.base import Sum
 from algorithms.bpfed import BPFed
 from algorithms.params import Params
-from orchestrator.client import CALL, MEMORY, SAMPLING, Worker, stream
+from orchestrator.client import CALL, MEMORY, SAMPLING, stream
 from orchestrator.data import Split
 from orchestrator.driver import Driver, InProcess
+from orchestrator.worker import Worker
 
 QUICK = {"stage2_epochs": 2}
 SMALL = [{0: 12, 1: 5, 2: 1}, {3: 9, 4: 2, 0: 3}]

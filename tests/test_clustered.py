@@ -5,9 +5,10 @@ import pytest
 import torch
 from conftest import digits, driver, finish, tiny
 
-from orchestrator.client import CALL, Worker, stream
+from orchestrator.client import CALL, stream
 from orchestrator.data import Split
 from orchestrator.driver import Driver, InProcess
+from orchestrator.worker import Worker
 
 LOCAL = {"lr": 0.05, "batch": 16}
 

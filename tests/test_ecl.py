@@ -13,9 +13,10 @@ from algorithms.base import State
 from algorithms.ecl import ECL, classifier, grouping
 from algorithms.params import Params
 from orchestrator.checkpoint import fingerprint
-from orchestrator.client import Client, Worker
+from orchestrator.client import Client
 from orchestrator.data import Split
 from orchestrator.driver import Driver, InProcess
+from orchestrator.worker import Worker
 
 NETS = {"cnn_small": {"name": "cnn_small"}, "resnet8": {"name": "resnet8", "width": 8}}
 

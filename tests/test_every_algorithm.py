@@ -13,9 +13,9 @@ from conftest import digits, driver, finish, tiny
 import algorithms
 from algorithms.params import Params
 from orchestrator.actors import Pool
-from orchestrator.client import Worker
 from orchestrator.data import Split
 from orchestrator.driver import Driver, InProcess, split_for
+from orchestrator.worker import Worker
 
 ROOT = Path(algorithms.__file__).parent
 NAMES = [name for name in algorithms.names() if name != "gpi"]  # a prior, tested with the losses that use it

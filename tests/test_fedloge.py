@@ -13,9 +13,10 @@ from torch import nn
 from algorithms import heads
 from algorithms.fedloge import FedLoGe
 from algorithms.params import Params
-from orchestrator.client import CALL, Client, network, stream
+from orchestrator.client import CALL, Client, stream
 from orchestrator.data import Split
 from orchestrator.driver import Driver, InProcess, Worker
+from orchestrator.worker import network
 
 W, B, P = "head.weight", "head.bias", "projection"
 NETS = {"cnn_small": {"name": "cnn_small"}, "resnet8": {"name": "resnet8", "width": 4}}

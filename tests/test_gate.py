@@ -8,8 +8,8 @@ from algorithms.base import Sum
 from algorithms.clustered import ClusteredFedAvg
 from algorithms.fedavg import FedAvg
 from algorithms.params import Layout, Params
-from orchestrator.client import ClientFailed
 from orchestrator.gate import form, strangers
+from orchestrator.worker import ClientFailed
 
 BAD, LOCAL, UPDATE = 4, FedAvg.local, ClusteredFedAvg.update
 EVERYBODY = {"clients_per_round": 6, "rounds": 2}

@@ -8,9 +8,10 @@ from conftest import digits, driver, tiny
 
 import algorithms
 from algorithms.gpi import GPI
-from orchestrator.client import CALL, Worker, stream
+from orchestrator.client import CALL, stream
 from orchestrator.data import Split, load
 from orchestrator.driver import Driver, InProcess
+from orchestrator.worker import Worker
 
 LR = 0.05
 LOCAL = {"lr": LR, "batch": 64, "loss": "balanced_softmax", "prior": "gpi"}

@@ -11,9 +11,10 @@ from algorithms.base import State
 from algorithms.ldae import LDAE
 from algorithms.params import Params
 from orchestrator.checkpoint import fingerprint
-from orchestrator.client import CALL, SERVER, Worker, stream
+from orchestrator.client import CALL, SERVER, stream
 from orchestrator.data import Split
 from orchestrator.driver import Driver, InProcess
+from orchestrator.worker import Worker
 
 LOCAL = {"lr": 0.005, "batch": 16, "loss": "balanced_softmax", "prior": "gpi"}
 BATCH_NORM = {"name": "resnet32", "width": 4}

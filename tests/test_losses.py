@@ -10,12 +10,13 @@ from conftest import digits, driver, finish, tiny
 
 from algorithms.losses import LADE, LDAM, LOSSES, BalancedSoftmax, CrossEntropy, FedLC
 from algorithms.priors import pseudo_counts
-from orchestrator.client import CALL, Worker, stream
+from orchestrator.client import CALL, stream
 from orchestrator.data import Split
 from orchestrator.driver import Driver, InProcess
 from orchestrator.experiment import Experiment, InputError, dump, read
 from orchestrator.models import build
 from orchestrator.space import trials
+from orchestrator.worker import Worker
 
 PRIORS = ["local", "global", "gpi"]
 

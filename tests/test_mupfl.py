@@ -10,9 +10,10 @@ from algorithms import federated_features as ff
 from algorithms.mupfl import MuPFL
 from algorithms.params import Params
 from orchestrator.checkpoint import fingerprint
-from orchestrator.client import CALL, Worker, stream
+from orchestrator.client import CALL, stream
 from orchestrator.data import Split
 from orchestrator.driver import Driver, InProcess
+from orchestrator.worker import Worker
 
 OFF = {"bavd": False, "acmu": False, "pkcf": False}
 QUICK = {"classifier_epochs": 1, "match_steps": 3, "features_per_class": 4, "grad_repeats": 1}

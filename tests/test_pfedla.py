@@ -11,9 +11,9 @@ from conftest import digits, driver, finish, tiny
 from algorithms.params import Params
 from algorithms.parts import layers
 from algorithms.pfedla import PFedLA
-from orchestrator.client import Worker
 from orchestrator.data import Split
 from orchestrator.driver import Driver, InProcess
+from orchestrator.worker import Worker
 
 RNG = np.random.default_rng
 

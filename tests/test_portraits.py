@@ -11,8 +11,8 @@ from test_every_algorithm import NAMES, QUICK, experiment
 
 import algorithms.portraits
 from algorithms.pictures import from_json
-from orchestrator.client import Worker
 from orchestrator.driver import Driver
+from orchestrator.worker import Worker
 
 
 def sat(name, folder, **changes):

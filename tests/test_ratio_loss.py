@@ -8,9 +8,9 @@ from conftest import digits, driver, finish, tiny
 
 from algorithms.params import Params
 from algorithms.ratio_loss import RatioLoss
-from orchestrator.client import Worker
 from orchestrator.data import Split
 from orchestrator.driver import Driver, InProcess
+from orchestrator.worker import Worker
 
 GENERIC = {"every": 9, "what": ["generic"]}
 

@@ -6,10 +6,10 @@ import torch
 from conftest import digits, driver, finish, tiny
 
 from algorithms.fedavg import FedAvg
-from orchestrator.client import ClientFailed, Worker
 from orchestrator.data import Split, describe, split
 from orchestrator.data.partition import long_tail
 from orchestrator.driver import Driver, InProcess, split_for
+from orchestrator.worker import ClientFailed, Worker
 
 OPTIONS = {"clients": 6, "alpha": 0.5, "imbalance": 10, "seed": 3}
 

@@ -7,9 +7,10 @@ from conftest import driver, tiny
 from test_models import CASES, EXPERTS
 
 from algorithms.params import Params
-from orchestrator.client import Client, Worker
+from orchestrator.client import Client
 from orchestrator.data import Dataset, Split
 from orchestrator.models import MODELS, build, torchvision
+from orchestrator.worker import Worker
 
 every = pytest.mark.parametrize("name", [*MODELS, *EXPERTS])
 

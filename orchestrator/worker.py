@@ -1,0 +1,335 @@
+"""The work that one process does for any client: it holds data, network and algorithm, but no client's memory."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from algorithms.aggregations import Aggregation
+from algorithms.base import Algorithm, Model, State, Sum, Tap
+from algorithms.params import Params
+from algorithms.priors import PRIORS
+from orchestrator import evaluate, models
+from orchestrator.client import CALL, MEMORY, STRAGGLER, Client, stream
+from orchestrator.data import Dataset, Split
+from orchestrator.experiment import Experiment
+from orchestrator.gate import Form, fault, form
+from orchestrator.values import CPU, extra, models_in, place, size
+
+
+@dataclass(frozen=True)
+class Job:
+    """A client method to run on some clients: all that a worker needs to know besides the shared values."""
+
+    task: str  #: "run" a client method, "predict" with the generic model, "count" hits, or take "moments"
+    part: int  #: which algorithm of the chain
+    method: str
+    ids: tuple[int, ...]
+    round: int = 0
+    call: int = 0  #: how many calls this round has made before
+    lr: float = 0.0
+    progress: float = 0.0  #: share of the phase's rounds that are over, for losses that change
+    memory: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  #: a client not in it starts afresh
+    keys: Mapping[int, Hashable] | None = None  #: add up by these; without keys each client's value is returned
+    each: Mapping[int, Any] | None = None  #: one more argument for each client
+    proxy: Tensor | None = None  #: the class prior that an earlier algorithm has estimated
+    skip_bad: bool = False  #: leave out an update that is of no use instead of failing
+    also: tuple[Algorithm, ...] = ()  #: count hits with these settings of the algorithm too
+
+
+@dataclass
+class Part:
+    """Uploads of one form that were added up, or are to be; or a single one."""
+
+    key: Hashable
+    form: Form
+    ids: list[int]
+    total: Sum
+
+
+@dataclass
+class Result:
+    """What a job gives back."""
+
+    parts: list[Part] = field(default_factory=list)
+    values: dict[int, Any] = field(default_factory=dict)
+    memory: dict[int, dict[str, Any]] = field(default_factory=dict)
+    rejected: dict[int, str] = field(default_factory=dict)  #: why an upload is of no use
+    late: dict[int, str] = field(default_factory=dict)  #: how long a client was waited for in vain
+    loss: float = 0.0  #: summed over steps
+    steps: int = 0
+    seconds: float = 0.0  #: that the work took
+    bytes_up: int = 0
+    bytes_extra: int = 0  #: of these beyond a model for each client
+
+
+REMEDY = "lower the learning rate, or set failures.bad_update: skip"
+
+
+class ClientFailed(RuntimeError):
+    """A client method raised, or its update cannot be used; says which client, where, and why."""
+
+
+def claim(gpu: float) -> torch.device:
+    """Return this process's device, its memory capped to the given share of a GPU; the CPU where there is none."""
+    if not gpu or not torch.cuda.is_available():
+        return CPU
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gpu), 0)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    return torch.device("cuda", 0)
+
+
+class Worker:
+    """Serves any client of an experiment: holds the data, the network and the algorithm, but no client's memory."""
+
+    def __init__(self, experiment: Experiment, dataset: Dataset, split: Split, device: torch.device = CPU) -> None:
+        self.experiment, self.split, self.device = experiment, split, device
+        self.parts: tuple[Algorithm, ...] = experiment.chain().parts
+        self.loss = experiment.local.make_loss()
+        self.prior = PRIORS[experiment.local.prior]
+        self.aggregation = experiment.make_aggregation()
+        self.network = network(experiment, dataset).to(device).eval()
+        self.norms = [
+            (module, f"{name}.weight")
+            for name, module in self.network.named_modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        ]
+        self._channels_last = device == CPU and self.network.channels_last
+        stem, stage = self.network.halves()
+        self._pieces = {"body": self.network.body, "stem": stem, "stage": stage, "head": self.network.head}
+        self._names = {
+            piece: [(f"{'head' if piece == 'head' else 'body'}.{n}", n) for n in module.state_dict()]
+            for piece, module in self._pieces.items()
+        }
+        self.x_train, self.y_train = torch.from_numpy(dataset.x_train).to(device), torch.from_numpy(dataset.y_train)
+        self.x_test, self.y_test = torch.from_numpy(dataset.x_test).to(device), torch.from_numpy(dataset.y_test)
+        owns = np.bincount(dataset.y_train[split.server], minlength=dataset.classes)
+        self.counts = torch.from_numpy(np.vstack([split.counts, owns])).to(device, torch.float32)  # the server's last
+        self.everywhere = self.counts[: split.server_id].sum(0)
+        self.mean, self.std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (dataset.mean, dataset.std))
+        named = experiment.local.augment
+        self.augment = {"none": _as_it_is, "crop_flip": self._crop_flip}[dataset.augment if named == "auto" else named]
+        self.tests = evaluate.SortedTest(dataset.y_test, dataset.classes)
+        self._memo: dict[Any, tuple[Any, Tensor]] | None = None
+
+    # Networks as functions of their weights ------------------------------------------------------------------------
+
+    def features(self, w: Model, x: Tensor) -> Tensor:
+        """Return the body's features; batch norm trains exactly where its weights are being trained."""
+        if self._memo is not None:  # in two pieces, so that clients that differ in the last stage share the rest
+            return self.stage(w, self.stem(w, x))
+        return self._through("body", w, x)
+
+    def stem(self, w: Model, x: Tensor) -> Tensor:
+        """Return what the body's last stage is given; `w` need not name that stage's weights."""
+        return self._through("stem", w, x)
+
+    def stage(self, w: Model, f: Tensor) -> Tensor:
+        """Return the features that the last stage makes of its input; `w` need not name any weights before it."""
+        return self._through("stage", w, f)
+
+    def _through(self, piece: str, w: Model, x: Tensor) -> Tensor:
+        weights = {short: w[name] for name, short in self._names[piece]}
+        if self._memo is not None:
+            for module, _ in self.norms:
+                module.eval()
+            # While predicting, what weights make of x is shared by all who share these; held, so that keys stay unique.
+            key = piece, x.data_ptr(), *((t.data_ptr(), t._version) for t in weights.values())
+            if key not in self._memo:
+                self._memo[key] = (x, *weights.values()), self._call(piece, weights, x)
+            return self._memo[key][1]
+        for module, name in self.norms:
+            if name in w:
+                module.training = w[name].requires_grad
+        return self._call(piece, weights, x)
+
+    def _call(self, piece: str, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        if self._channels_last:
+            weights = {n: t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for n, t in weights.items()}
+            x = x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if x.dim() == 4 else x
+        return functional_call(self._pieces[piece], weights, (x,))  # type: ignore[arg-type, no-any-return]
+
+    def head(self, w: Model, h: Tensor, each: bool = False) -> Tensor:
+        """Return the head's logits of features, or those of each expert."""
+        if type(self.network.head) is nn.Linear and not each:
+            return F.linear(h, w["head.weight"], w["head.bias"])  # a third of the cost of the call below
+        weights = {short: w[name] for name, short in self._names["head"]}
+        if not each:
+            return functional_call(self.network.head, weights, (h,))  # type: ignore[no-any-return]
+        if self.network.experts:
+            return functional_call(self.network.head, weights, (h,), {"each": True})  # type: ignore[no-any-return]
+        return self.head(w, h)[None]  # a single expert is an ordinary network
+
+    @contextmanager
+    def tapped(self, tap: Tap | None) -> Iterator[None]:
+        """While inside, what the instrumented layers put out goes through the tap, if there is one."""
+
+        def hook(name: str, tap: Tap) -> Callable[..., Tensor]:
+            return lambda module, inputs, output: tap(name, output)
+
+        layers = self.network.activations
+        hooks = [self.network.get_submodule(n).register_forward_hook(hook(n, tap)) for n in layers if tap]
+        try:
+            yield
+        finally:
+            for handle in hooks:
+                handle.remove()
+
+    def images(self, store: Tensor, rows: Any) -> Tensor:
+        """Return the images of some rows as the network wants them."""
+        return (store[torch.as_tensor(rows, device=store.device)].float() / 255 - self.mean) / self.std
+
+    def _crop_flip(self, x: Tensor, rng: torch.Generator) -> Tensor:
+        """Crop each image at a random place after padding by 4 black pixels, and mirror every other one."""
+        b, _, h, w = x.shape
+        top, left = (torch.randint(9, (b, 1), generator=rng) for _ in range(2))
+        mirror = torch.randint(2, (b, 1), generator=rng, dtype=torch.bool)
+        across = torch.arange(w).expand(b, w)
+        rows = (top + torch.arange(h)).to(x.device)
+        columns = (left + torch.where(mirror, across.flip(1), across)).to(x.device)
+        padded = (-self.mean / self.std).expand(b, -1, h + 8, w + 8).clone()
+        padded[:, :, 4:-4, 4:-4] = x
+        picked = padded.permute(0, 2, 3, 1)[
+            torch.arange(b, device=x.device)[:, None, None], rows[:, :, None], columns[:, None, :]
+        ]
+        # A copy even where one channel lets the permuted tensor pass for contiguous: convolutions crash on its strides.
+        return picked.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
+
+    # Jobs ----------------------------------------------------------------------------------------------------------
+
+    def client(
+        self, id: int, part: int, memory: Mapping[int, Mapping[str, Any]], origin: Params, seed: int, **call: Any
+    ) -> Client:
+        """Return a client with its memory; one that has none yet gets its initial one, whenever that happens."""
+        algorithm = self.parts[part]
+        if id in memory:
+            fields: Mapping[str, Any] = memory[id]
+        elif id == self.split.server_id:
+            fields = {}  # what the server remembers is in its own state
+        else:
+            newborn = Client(self, id, stream(self.experiment.seed, MEMORY, part, id))
+            self._seed(newborn.rng.initial_seed())
+            fields = algorithm.client_state(newborn, origin)
+        client = Client(self, id, seed, **call)
+        client.state = State(place(fields, self.device))
+        self._seed(seed)
+        return client
+
+    def _seed(self, seed: int) -> None:
+        """Seed what draws without a generator of its own, e.g. dropout; `torch.manual_seed` takes a millisecond."""
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def do(self, job: Job, shared: tuple[Any, ...], origin: Params) -> Result:
+        """Do a job: a pure function of its arguments, on any machine and in any order."""
+        result = Result()
+        tasks: dict[str, Callable[..., None]] = {
+            "run": self._run,
+            "predict": partial(evaluate.predict, self),
+            "count": partial(evaluate.count, self),
+            "moments": partial(evaluate.moments, self),
+        }
+        began = time.perf_counter()
+        tasks[job.task](job, place(shared, self.device), place(origin, self.device), result)
+        result.seconds = time.perf_counter() - began
+        return result
+
+    def _run(self, job: Job, shared: tuple[Any, ...], origin: Params, result: Result) -> None:
+        local = getattr(self.parts[job.part], job.method)
+        proxy = None if job.proxy is None else job.proxy.to(self.device)
+        sent = models_in(shared) if type(self.aggregation) is not Aggregation else {}
+        for id in job.ids:
+            seed = stream(self.experiment.seed, CALL, job.round, job.call, id)
+            who = "the server" if id == self.split.server_id else f"client {id}"
+            try:
+                call = {"lr": job.lr, "proxy": proxy, "progress": job.progress, "work": self._work(job.round, id)}
+                client = self.client(id, job.part, job.memory, origin, seed, **call)
+                value = local(client, *shared, *(() if job.each is None else (place(job.each[id], self.device),)))
+                memory = place(client.state.fields(), CPU)
+            except Exception as error:
+                where = f"{who}, round {job.round}, {type(self.parts[job.part]).__name__}.{job.method}"
+                raise ClientFailed(f"{where}: {error}\n{traceback.format_exc()}") from None
+            if bad := fault(value, memory, origin):
+                why = f"{who}, round {job.round}: {bad}"
+                if not job.skip_bad:
+                    raise ClientFailed(f"{why}; {REMEDY}")
+                result.rejected[id] = why
+                continue
+            result.bytes_up, result.bytes_extra = (
+                result.bytes_up + size(value),
+                result.bytes_extra + extra(value, origin),
+            )
+            loss, steps = client.losses["images"] if client.losses["images"][1] else client.losses["features"]
+            result.loss, result.steps = result.loss + loss, result.steps + steps
+            if memory or id in job.memory:
+                result.memory[id] = memory
+            if job.keys is None:
+                result.values[id] = place(value, CPU)
+            else:
+                value = self.aggregation.limited(value, sent)
+                part = Part(job.keys[id], form(value), [id], value)
+                same = None if self.aggregation.each else next((p for p in result.parts if _alike(p, part)), None)
+                if same is None:
+                    result.parts.append(part)
+                else:
+                    same.ids, same.total = [*same.ids, id], same.total + value
+        for part in result.parts:
+            part.total = part.total.to(CPU)
+
+    def _work(self, round: int, id: int) -> float:
+        """Return the share of its steps that a client manages in a round: all of them, unless it is a straggler."""
+        share, seed = self.experiment.failures.stragglers, self.experiment.seed
+        if not share or id == self.split.server_id:
+            return 1.0
+        slow, work = np.random.default_rng(stream(seed, STRAGGLER, round, id)).random(2)
+        return float(work) if slow < share else 1.0
+
+    @contextmanager
+    def predicting(self) -> Iterator[None]:
+        """While inside, clients that share a body share the features of the images at hand."""
+        self._memo = {}
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._memo = None
+
+
+def network(experiment: Experiment, dataset: Dataset) -> models.Network:
+    """Build the experiment's network with its initial weights."""
+    model = experiment.model
+    assert model.name is not None
+    cosine = experiment.local.make_loss().cosine
+    asked = {model.experts, *(part.experts for part in experiment.chain().parts)} - {None}
+    if len(asked) > 1:
+        raise ValueError(f"model and algorithms want different numbers of experts: {sorted(asked, key=str)}")
+    experts = asked.pop() if asked else None
+    return models.build(
+        model.name,
+        dataset.shape,
+        dataset.classes,
+        width=model.width,
+        experts=experts,
+        cosine=cosine,
+        seed=experiment.seed,
+    )
+
+
+def _alike(a: Part, b: Part) -> bool:
+    return a.key == b.key and a.form == b.form
+
+
+def _as_it_is(x: Tensor, rng: torch.Generator) -> Tensor:
+    return x
