@@ -178,8 +178,6 @@ def test_kill_9_of_everything_five_times(tmp_path, scratch, chance):
                 os.killpg(process.pid, signal.SIGKILL)
             until(lambda p=process: not any(called(p.pid, name) for name in WORKING), seconds=30)
             sessions.append(process.pid)
-        if way == "while writing":
-            assert [*(run.trial / "checkpoint").glob(".*")]
         if (run.out / "mlflow.db").exists():
             ids |= {id for id, (_, parent) in runs(run.out / "mlflow.db", "run").items() if parent}
         assert status(run.trial) in ("RUNNING", "FAILED")  # a driver may just have seen its command die

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.chaos
 RUN = """\
 data: {name: DATA, clients: 1000, alpha: 1.0}
 model: cnn_small
-algorithm: scaffold
+algorithm: fedavg
 local: {lr: 0.05, batch: 16}
 rounds: 200
 clients_per_round: 10
@@ -79,7 +79,6 @@ def test_a_thousand_clients_for_two_hundred_rounds(tmp_path, scratch):
     first, last = (np.percentile(part, [50, 95]) for part in (seconds[10:60], seconds[-50:]))
     print("MB a round: memory {:.3f}, shared memory {:.3f}, temporary files {:.3f}, checkpoint {:.3f}".format(*slopes))
     print(f"median and p95 of a round: {first} s in the first 50, {last} s in the last 50")
-    # A thousand clients remember 0.15 MB each, and two thirds of them are first drawn after the start: 0.5 MB a round.
     assert slopes[0] < 1
     assert steady[:, 2].max() < 300 * 2**20, "objects of past rounds are freed"
     assert steady[:, 3].max() < 50 * 2**20

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -488,7 +489,8 @@ class Server:
         return self
 
     def __exit__(self, *_):
-        os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it may have been ended before
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def healthy(self) -> bool:
