@@ -131,8 +131,8 @@ def test_a_sweep_with_a_trial_that_fails(tmp_path):
 @pytest.mark.parametrize(
     "sent",
     [
-        pytest.param([signal.SIGINT, signal.SIGKILL], id="SIGINT, SIGKILL"),
-        pytest.param([signal.SIGTERM], id="SIGTERM", marks=pytest.mark.slow),
+        pytest.param([signal.SIGKILL], id="SIGKILL"),
+        pytest.param([signal.SIGTERM, signal.SIGINT], id="SIGTERM, SIGINT", marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupted_run_is_resumed_to_the_same_bits(tmp_path, sent):
