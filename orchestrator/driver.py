@@ -1,9 +1,8 @@
-"""The round loop: a Cohort for the algorithm's server half, and the Driver that owns all state; no Ray inside."""
+"""The round loop: the Driver, which owns all state; no Ray inside."""
 
 from __future__ import annotations
 
 import time
-import traceback
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -13,23 +12,21 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from algorithms.base import Algorithm, Model, State, Sum
+from algorithms.base import Algorithm, State, Sum
 from algorithms.losses import Loss
 from algorithms.params import Params
-from algorithms.portraits import Sitting, portraits
 from orchestrator.checkpoint import CheckpointError, RunDirectory, fingerprint
 from orchestrator.client import DROPOUT, NOISE, SAMPLING, SERVER, stream
-from orchestrator.cohort import Cohort, NothingUsable
+from orchestrator.cohort import Cohort, NothingUsable, cut
 from orchestrator.data import Dataset, Split, split
 from orchestrator.evaluate import Scores, SortedTest
 from orchestrator.experiment import Experiment
 from orchestrator.gate import form, strangers
 from orchestrator.plan import Turn, plan
 from orchestrator.privacy import epsilon
+from orchestrator.scoring import portraits_of, score
 from orchestrator.values import CPU, own, place, size
 from orchestrator.worker import REMEDY, ClientFailed, Job, Result, Worker, network
-
-JOBS = 64  #: a call is cut into at most this many jobs, whoever runs them
 
 
 def data_key(experiment: Experiment) -> str:
@@ -79,12 +76,6 @@ class InProcess:
     def run(self, jobs: Sequence[Job], shared: Any, origin: Any) -> list[Result]:
         """Do the jobs in order."""
         return [self.worker.do(job, shared, origin) for job in jobs]
-
-
-def cut(ids: Sequence[int]) -> list[tuple[int, ...]]:
-    """Cut the sampled clients into jobs by a rule that looks at nothing else, so that sums always fold alike."""
-    jobs = max(1, min(JOBS, len(ids)))
-    return [tuple(part.tolist()) for part in np.array_split(np.array(ids, dtype=int), jobs) if len(part)]
 
 
 class Driver:
@@ -137,7 +128,7 @@ class Driver:
         self.server = State(place(fields, CPU))
         self.proxy = before.get("prior", self.proxy)
         self.memory: dict[int, dict[str, Any]] = {}
-        self._origin = self.engine.put(self.origin)
+        self.placed_origin = self.engine.put(self.origin)
         self._changed = set()
         if self.directory:
             self.directory.forget_clients()
@@ -203,11 +194,11 @@ class Driver:
             if turn.last and self.directory:
                 self.directory.write_tables(turn.title, scores.tables())
             self.scored_too = {
-                key: {"metrics": o.metrics(), "tables": o.tables(), "portraits": self._portraits(also[key])}
+                key: {"metrics": o.metrics(), "tables": o.tables(), "portraits": portraits_of(self, also[key])}
                 for key, o in zip(also, others, strict=False)
             }
         if self.directory and (self.done or self.plan[self.round].part != turn.part):
-            self.directory.write_portraits(turn.title, self._portraits(self.parts[self.part]))
+            self.directory.write_portraits(turn.title, portraits_of(self, self.parts[self.part]))
         metrics["time/checkpoint"] = self._write_s
         metrics["time/round"] = metrics["time/train"] + metrics.get("time/evaluate", 0.0)
         line["time"] = time.time()
@@ -260,7 +251,7 @@ class Driver:
             replace(
                 job,
                 ids=part,
-                memory=self._remembered(part),
+                memory=self.remembered(part),
                 keys=None if keys is None else {id: keys[id] for id in part},
                 each=None if each is None else {id: each[id] for id in part},
             )
@@ -269,7 +260,7 @@ class Driver:
         began = time.perf_counter()
         reference = self.engine.put(shared)
         put = time.perf_counter()
-        results = self.engine.run(jobs, reference, self._origin)
+        results = self.engine.run(jobs, reference, self.placed_origin)
         work = sum(result.seconds for result in results) / self.engine.size
         for part, seconds in (("move", put - began), ("clients", work), ("wait", time.perf_counter() - put - work)):
             self._clock[part] += seconds
@@ -314,79 +305,15 @@ class Driver:
         rng = torch.Generator().manual_seed(stream(self.experiment.seed, NOISE, self.round, self._calls["clients"]))
         return {k: self.aggregation.released(self.aggregation.combined(some).widen(), rng) for k, some in parts.items()}
 
-    def _remembered(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
+    def remembered(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Return what these clients remember, this round's own changes included."""
         found = {id: self._pending.get(id, self.memory.get(id)) for id in ids}
         return {id: memory for id, memory in found.items() if memory is not None}
 
-    # Evaluation ----------------------------------------------------------------------------------------------------
-
     def evaluate(self, also: tuple[Algorithm, ...] = ()) -> list[Scores]:
-        """Score the generic model on the balanced test and every client's own model on its classes.
-
-        Where only the clients' own predictions differ between settings of the algorithm, those given are scored too.
-        """
+        """Score all models as they are now; `also`: other settings of the algorithm, which only predict otherwise."""
         self._pending = {}
-        algorithm, what = self.parts[self.part], self.experiment.evaluate.what
-        view = place(algorithm.view(self.server), CPU)
-        somebody, blocks = self.selectable[0], self.tests.blocks
-        one_for_all = type(algorithm).personal is Algorithm.personal
-        if one_for_all or type(algorithm).generic is not Algorithm.generic:
-            also = ()
-        logits, generic, personal = None, None, None
-        if "generic" in what or one_for_all:
-            ranges = [(part[0], part[-1] + 1) for part in cut(range(len(blocks)))]
-            job = Job("predict", self.part, "generic", (somebody,), memory=self._remembered([somebody]))
-            jobs = [replace(job, each={somebody: r}) for r in ranges]
-            parts = [r.values.get(somebody) for r in self.engine.run(jobs, self.engine.put(view), self._origin)]
-            logits = None if any(p is None for p in parts) else torch.cat(parts)  # type: ignore[arg-type]
-        if logits is not None and "generic" in what:
-            labels = torch.from_numpy(self.dataset.y_test[self.tests.order])
-            hits = labels[logits.argmax(1) == labels]
-            generic = torch.bincount(hits, minlength=self.dataset.classes).numpy()
-        if "personal" in what:
-            shared = one_for_all and logits is not None
-            method = "shared" if shared else "personal"
-            jobs = [
-                Job("count", self.part, method, part, memory=self._remembered(part), also=also)
-                for part in cut(self.selectable)
-            ]
-            results = self.engine.run(jobs, self.engine.put((logits, *view) if shared else view), self._origin)
-            hits_of = {id: hits for result in results for id, hits in result.values.items()}
-            personal = torch.stack([hits_of[id] for id in self.selectable], dim=1).numpy()
-        return [
-            Scores(
-                self.split,
-                self.dataset.y_train,
-                self.dataset.y_test,
-                generic,
-                None if personal is None else personal[i],
-            )
-            for i in range(1 + len(also))
-        ]
-
-    def _portraits(self, algorithm: Algorithm) -> dict[str, Any]:
-        """Return the pictures that belong to the method that is done; a run never fails for want of one."""
-        sitting = Sitting(
-            self.server,
-            {id: State(fields) for id, fields in self.memory.items()},
-            self.origin,
-            torch.from_numpy(self.split.counts),
-            self._moments,
-        )
-        try:
-            return {name: picture.to_json() for name, picture in portraits(algorithm, sitting).items()}
-        except Exception:
-            return {"error": traceback.format_exc()}
-
-    def _moments(self, w: Model) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return mean and variance of every class's features [classes, d] under a body; NaN for a class nobody has."""
-        jobs = [Job("moments", self.part, "", part) for part in cut(self.selectable)]
-        results = self.engine.run(jobs, self.engine.put((place(w, CPU),)), self._origin)
-        total = sum(value for result in results for value in result.values.values())
-        n, first, second = total.split([1, *[(total.shape[1] - 1) // 2] * 2], dim=1)  # type: ignore[union-attr]
-        mean = first / n
-        return mean, (second / n - mean**2).clamp_min(0)
+        return score(self, also)
 
     # What must not be lost -----------------------------------------------------------------------------------------
 
@@ -423,7 +350,7 @@ class Driver:
         self.round, self.part, self.origin = run["round"], run["part"], run["origin"]
         self.server, self.memory, self.proxy = State(run["server"]), memory, run["proxy"]
         self.asked_progress, self.releases = run["asked_progress"], Counter(run.get("releases", {}))
-        self._origin = self.engine.put(self.origin)
+        self.placed_origin = self.engine.put(self.origin)
         if unscored is not None:  # trained by another run that predicts otherwise
             self._conclude(self.plan[self.round - 1], unscored, scores_due=True)
         return True

@@ -24,7 +24,17 @@ from orchestrator.plan import Turn, plan
 
 FORMAT = 1
 LARGEST = 10 * 2**30  #: bytes that the cache may keep; what was used least recently goes first
-ENGINE = ("client.py", "worker.py", "values.py", "cohort.py", "driver.py", "evaluate.py", "gate.py", "plan.py")
+ENGINE = (
+    "client",
+    "worker",
+    "values",
+    "cohort",
+    "driver",
+    "evaluate",
+    "scoring",
+    "gate",
+    "plan",
+)  #: files
 SCORES = ("generic/", "personal/", "validation/", "time/evaluate")  #: metrics that an evaluation adds
 
 
@@ -101,7 +111,7 @@ def sources(kinds: Sequence[type[Algorithm]]) -> dict[str, str]:
     engine = Path(__file__).parent
     files = {Path(inspect.getfile(base)) for kind in kinds for base in kind.__mro__ if issubclass(base, Algorithm)}
     files |= {Path(algorithms.__file__).with_name(f"{name}.py") for name in algorithms.SHARED}
-    files |= {engine / name for name in ENGINE}
+    files |= {engine / f"{name}.py" for name in ENGINE}
     files |= {*(engine / "models").glob("*.py"), *(engine / "data").glob("*.py")}
     return {f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
 

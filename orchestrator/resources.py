@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from orchestrator.driver import JOBS
+from orchestrator.cohort import JOBS
 from orchestrator.experiment import Experiment, InputError
 
 Nodes = Sequence[Mapping[str, float]]  # the resources of each machine

@@ -11,7 +11,7 @@ from test_every_algorithm import NAMES, QUICK, experiment
 
 import algorithms.portraits
 from algorithms.pictures import from_json
-from orchestrator.driver import Driver
+from orchestrator.scoring import _moments
 from orchestrator.worker import Worker
 
 
@@ -32,12 +32,12 @@ SITTERS = [name for name in NAMES if Path(algorithms.portraits.__file__).with_na
 def test_portraits_change_nothing(name, tmp_path, monkeypatch):
     with_them = finish(driver(experiment(name), tmp_path))
     pictures(tmp_path)  # all can be read
-    monkeypatch.setattr(Driver, "_portraits", lambda *_: {})
+    monkeypatch.setattr("orchestrator.driver.portraits_of", lambda *_: {})
     assert with_them.fingerprint() == finish(driver(experiment(name))).fingerprint()
 
 
 def test_a_broken_portrait_fails_no_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("orchestrator.driver.portraits", lambda *_: 1 / 0)
+    monkeypatch.setattr("orchestrator.scoring.portraits", lambda *_: 1 / 0)
     assert finish(driver(tiny(), tmp_path)).done
     (note,) = tmp_path.glob("artifacts/*/portraits/error.json")
     assert "ZeroDivisionError" in note.read_text()
@@ -45,7 +45,7 @@ def test_a_broken_portrait_fails_no_run(tmp_path, monkeypatch):
 
 def test_moments_are_those_of_all_features(tmp_path):
     run = finish(driver(tiny()))
-    mean, variance = run._moments(run.server.model)
+    mean, variance = _moments(run, run.server.model)
     worker = Worker(run.experiment, digits(), run.split)
     rows = torch.cat([torch.as_tensor(run.split.train[k]) for k in run.selectable])
     h = worker.features(run.server.model, worker.images(worker.x_train, rows)).detach().double()
