@@ -142,13 +142,13 @@ def stop_while_writing(process, trial):
     """Stop the driver in the middle of a checkpoint, with a file half written."""
 
     def caught():
-        (pid,) = called(process.pid, TRAINABLE)
-        if any((trial / "checkpoint").glob(".*")):
-            os.kill(pid, signal.SIGSTOP)
+        pids = called(process.pid, TRAINABLE)  # Ray renames it for moments
+        if pids and any((trial / "checkpoint").glob(".*")):
+            os.kill(pids[0], signal.SIGSTOP)
             time.sleep(0.05)
             if any((trial / "checkpoint").glob(".*")):
                 return True
-            os.kill(pid, signal.SIGCONT)
+            os.kill(pids[0], signal.SIGCONT)
         return False
 
     until(caught, process)
