@@ -28,6 +28,7 @@ SHARED = {
     "federated_features",
     "parts",
     "pictures",
+    "terms",
 }
 
 

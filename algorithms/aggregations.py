@@ -7,7 +7,8 @@ what the client was sent: a model from the model under the same names, anything 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from algorithms.base import Sum, knob
-from algorithms.params import Params
+from algorithms.terms import clipped, coordinatewise, each_tensor, own, started_from, times, with_terms
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,10 @@ class Clip(Aggregation):
     def limited(self, upload: Sum, sent: Mapping[str, Tensor]) -> Sum:
         """Shorten what is too long; weights stay."""
         n = upload.weights()
-        return _with(upload, lambda name, value: _times(_clipped(_own(value, n[name]), sent, self.norm), n[name]))
+        return with_terms(upload, lambda name, value: times(clipped(own(value, n[name]), sent, self.norm), n[name]))
 
 
-class _Robust(Aggregation):
+class _Robust(Aggregation, ABC):
     each: ClassVar[bool] = True
 
     def combined(self, uploads: Sequence[Sum]) -> Sum:
@@ -63,14 +64,14 @@ class _Robust(Aggregation):
             return total
 
         def middle(name: str, value: Any) -> Any:
-            own = [_own(u.terms()[name], u.weights()[name]) for u in counted]
-            return _times(_coordinatewise(self.middle, own), total.weights()[name])
+            values = [own(u.terms()[name], u.weights()[name]) for u in counted]
+            return times(coordinatewise(self.middle, values), total.weights()[name])
 
-        return _with(total, middle)
+        return with_terms(total, middle)
 
+    @abstractmethod
     def middle(self, values: Tensor) -> Tensor:
         """Return one value of those of all clients, [clients, ...]."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,9 @@ class Private(Aggregation):
         for name, value in terms.items():
             if isinstance(value, dict):
                 raise TypeError(f"'{name}' has a part for each of the client's {list(value)}, which noise cannot hide")
-        loose = {k: _clipped(v, sent, self.clip) for k, v in terms.items() if k not in n and not (n and k == "n")}
-        own = {k: _own(v, n[k]) if n[k] else _start(v, sent) for k, v in terms.items() if k in n}
-        tied = {k: _clipped(v, sent, self.clip) for k, v in own.items()}
+        loose = {k: clipped(v, sent, self.clip) for k, v in terms.items() if k not in n and not (n and k == "n")}
+        values = {k: own(v, n[k]) if n[k] else started_from(v, sent) for k, v in terms.items() if k in n}
+        tied = {k: clipped(v, sent, self.clip) for k, v in values.items()}
         return (Sum.weighted(1, **tied) if n else Sum()) | Sum(**loose)
 
     def released(self, total: Sum, rng: torch.Generator) -> Sum:
@@ -124,7 +125,7 @@ class Private(Aggregation):
             drawn = torch.randn(tensor.shape, generator=rng, dtype=torch.float64).to(tensor.device)
             return torch.add(tensor, drawn, alpha=scale)
 
-        return _with(total, lambda name, value: _each(noisy, value), hidden)
+        return with_terms(total, lambda name, value: each_tensor(noisy, value), hidden)
 
 
 AGGREGATIONS: dict[str, type[Aggregation]] = {
@@ -134,81 +135,3 @@ AGGREGATIONS: dict[str, type[Aggregation]] = {
     "trimmed_mean": TrimmedMean,
     "dp": Private,
 }
-
-
-# Terms: numbers, tensors, Params, and dicts of these ----------------------------------------------------------------
-
-
-def _with(upload: Sum, change: Callable[[str, Any], Any], names: Sequence[str] | None = None) -> Sum:
-    """Return a Sum with some terms changed, by default those that are weighted."""
-    changed = upload.weights() if names is None else names
-    terms = {k: change(k, v) if k in changed else v for k, v in upload.terms().items()}
-    return Sum.weighing(upload.weights(), **terms)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield what a value is made of."""
-    if isinstance(value, dict):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, Params):
-        yield from (value.flat, value.buffers)
-    else:
-        yield torch.as_tensor(value, dtype=torch.float64)
-
-
-def _each(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return a value with every tensor in it changed."""
-    if isinstance(value, dict):
-        return {k: _each(change, part) for k, part in value.items()}
-    if isinstance(value, Params):
-        return Params(value.layout, change(value.flat), change(value.buffers))
-    return change(value) if isinstance(value, Tensor) else float(change(torch.tensor(value, dtype=torch.float64)))
-
-
-def _times(value: Any, n: float) -> Any:
-    return _each(lambda tensor: n * tensor, value)
-
-
-def _own(value: Any, n: float) -> Any:
-    """Return the client's own value of a term that counts n times; of one that does not count, the nothing it adds."""
-    return _times(value, 1 / n if n else 0.0)
-
-
-def _coordinatewise(middle: Callable[[Tensor], Tensor], values: Sequence[Any]) -> Any:
-    """Combine the same coordinate of all values; of a dict each entry over those who have it."""
-    first = values[0]
-    if isinstance(first, dict):
-        keys = dict.fromkeys(key for value in values for key in value)
-        return {key: _coordinatewise(middle, [value[key] for value in values if key in value]) for key in keys}
-    if isinstance(first, Params):
-        flats, buffers = (torch.stack(parts).double() for parts in zip(*map(_tensors, values), strict=True))
-        return Params(first.layout, middle(flats), middle(buffers))
-    stacked = torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in values])
-    return middle(stacked) if isinstance(first, Tensor) else float(middle(stacked))
-
-
-def _clipped(value: Any, sent: Mapping[str, Tensor], most: float) -> Any:
-    """Return the value at most so far from what the client was sent."""
-    start = _start(value, sent)
-    distances = [(a - b).double().norm() for a, b in zip(_tensors(value), _tensors(start), strict=True)]
-    far = float(torch.stack(distances).norm()) if distances else 0.0
-    if far <= most:
-        return value
-    return _toward(start, value, most / far)
-
-
-def _toward(start: Any, end: Any, share: float) -> Any:
-    if isinstance(end, dict):
-        return {k: _toward(start[k], end[k], share) for k in end}
-    return start + (end - start) * share
-
-
-def _start(value: Any, sent: Mapping[str, Tensor]) -> Any:
-    """Return what the client was sent under the names of a model's tensors, and zero for all else."""
-    if isinstance(value, dict):
-        return {k: _start(part, sent) for k, part in value.items()}
-    if isinstance(value, Params):
-        known = {name: sent[name] for name in value if name in sent and sent[name].shape == value[name].shape}
-        return value.zeros().replace(known)
-    return torch.zeros_like(value) if isinstance(value, Tensor) else 0.0

@@ -292,7 +292,7 @@ class Driver:
             raise ClientFailed(f"{next(iter(odd.values()))}; {REMEDY}")
         for result in results:
             result.parts = [part for part in result.parts if odd.keys().isdisjoint(part.ids)]
-            for id in odd.keys() & {*heard}:
+            for id in odd:
                 result.values.pop(id, None)
                 result.memory.pop(id, None)
         self._rejected |= odd

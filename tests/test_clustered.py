@@ -43,9 +43,10 @@ def updates(run):
 
 @pytest.mark.parametrize("model", ["cnn_small", {"name": "resnet8", "width": 4}])
 def test_a_cluster_for_each_client_is_fedavg(model):
-    own = finish(driver(tiny(algorithm=clustered(3), model=model))).server.model
-    plain = finish(driver(tiny(model=model))).server.model
-    torch.testing.assert_close(own.flat, plain.flat, rtol=1e-4, atol=1e-4)
+    # One round: rounding grows with training, by kinks of the network.
+    own = finish(driver(tiny(algorithm=clustered(3), model=model, rounds=1))).server.model
+    plain = finish(driver(tiny(model=model, rounds=1))).server.model
+    torch.testing.assert_close(own.flat, plain.flat, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(own.buffers, plain.buffers, rtol=1e-4, atol=1e-5)
 
 

@@ -86,7 +86,6 @@ def test_stragglers_manage_a_part_of_their_steps(monkeypatch):
     late = [some / every for some, every in pairs if some < every]
     assert 0.35 < len(late) / len(pairs) < 0.65
     assert 0.35 < sum(late) / len(late) < 0.65, "uniform in how much they manage"
-    assert {frozenset(id for id in slow[r] if slow[r][id] < full[r][id]) for r in full} != {frozenset()}
     assert len({frozenset(id for id in slow[r] if slow[r][id] < full[r][id]) for r in full}) > 5, "not always the same"
 
 
