@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +14,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 PREFIX, LOCK = "fedtail-", "owner.lock"
+#: How long processes of ours may take to end by themselves once they were told to.
+GRACE_S = 2.0
 
 
 @contextmanager
@@ -29,8 +33,33 @@ def scratch() -> Iterator[Path]:
         yield folder
     finally:
         os.environ["TMPDIR"] = outside
+        _end_users(folder)
         shutil.rmtree(folder, ignore_errors=True)
         lock.release()
+
+
+def _end_users(folder: Path) -> None:
+    """End whoever still uses a directory: agents of a Ray that was stopped while it started stay a minute and more."""
+    deadline = time.monotonic() + GRACE_S
+    while users := _users(folder):
+        if time.monotonic() > deadline:
+            for pid in users:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(0.05)
+
+
+def _users(folder: Path) -> list[int]:
+    """Return the other processes that were started for a directory or have a file in it open; none without a /proc."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended, or is not ours
+            started = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
+            opened = [os.readlink(file) for file in (process / "fd").iterdir()]
+            if os.fsencode(folder) in started or any(Path(file).is_relative_to(folder) for file in opened):
+                found.append(int(process.name))
+    return [pid for pid in found if pid != os.getpid()]
 
 
 def _remove_abandoned() -> None:

@@ -1,6 +1,7 @@
 """The temporary directory of a run: private, gone at the end, and after a kill gone with the next start."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,3 +45,19 @@ def test_the_leavings_of_the_dead_go_and_those_of_the_living_stay(tmp_path, monk
         for process in held:
             process.kill()
             process.wait()
+
+
+def test_nobody_who_was_started_for_it_outlives_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sleep = "import time; time.sleep(60)"
+    with scratch() as own:
+        inside = subprocess.Popen([sys.executable, "-c", sleep])  # TMPDIR is its only tie
+        with open(own / "log", "w") as log:
+            writing = subprocess.Popen([sys.executable, "-c", sleep], stdout=log, env={})
+        outside = subprocess.Popen([sys.executable, "-c", sleep], env={})
+    try:
+        assert inside.wait(timeout=5) == writing.wait(timeout=5) == -signal.SIGKILL
+        assert outside.poll() is None
+    finally:
+        outside.kill()
+        outside.wait()
