@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 #: Channels, height, width.
@@ -74,14 +75,19 @@ def prepare(network: Network, shape: Shape) -> None:
             module.inplace = False  # type: ignore[assignment]  # would clobber an activation that somebody keeps
         if isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.stride != (1, 1):
             # The same, but its backward pass in channels last writes out of bounds on the CPU (torch 2.13, oneDNN).
-            module.register_forward_pre_hook(partial(_subsample, module.stride))
+            module.register_forward_pre_hook(partial(_subsampled, module.stride))
             module.stride = (1, 1)
     maps = map_sizes(network, shape)
     network.activations = tuple(name for name in network.activations if maps[name].numel() > 1)
 
 
-def _subsample(stride: tuple[int, ...], module: nn.Module, args: tuple[Tensor]) -> Tensor:
-    return args[0][:, :, :: stride[0], :: stride[1]]
+def _subsampled(stride: tuple[int, int], module: nn.Module, args: tuple[Tensor]) -> Tensor:
+    return subsample(args[0], stride)
+
+
+def subsample(x: Tensor, stride: int | tuple[int, int]) -> Tensor:
+    """Take every so-manieth pixel of a map; by slices the gradient would lose its channels-last order."""
+    return F.avg_pool2d(x, 1, stride)
 
 
 def map_sizes(network: Network, shape: Shape) -> dict[str, torch.Size]:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from orchestrator.models.experts import Layers, fork, of_experts
-from orchestrator.models.network import Network, Shape
+from orchestrator.models.network import Network, Shape, subsample
 
 #: Makes the way around a block that changes the shape, from input channels, output channels and stride.
 Shortcut = Callable[[int, int, int], nn.Module]
@@ -23,7 +23,7 @@ class Pad(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Subsample the map and pad its channels."""
-        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.before, self.after))
+        return F.pad(subsample(x, self.stride), (0, 0, 0, 0, self.before, self.after))
 
 
 def project(inputs: int, outputs: int, stride: int) -> nn.Module:
@@ -46,8 +46,9 @@ class BasicBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Add what the convolutions find to what went around them."""
         h = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        around = self.shortcut(x)
         # With weights of fewer channels than the block was made for, what goes around is narrowed as they are.
-        return F.relu(h + self.shortcut(x)[:, : h.shape[1]])
+        return F.relu(h + (around if around.shape == h.shape else around[:, : h.shape[1]]))
 
 
 def stem(channels: int, outputs: int) -> nn.Sequential:
