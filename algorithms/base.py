@@ -16,6 +16,8 @@ from algorithms.params import Params
 if TYPE_CHECKING:
     from algorithms.losses import Loss
 
+BLOCK = 1 << 16  #: so many numbers are added at once: they stay in the cache while they are widened
+
 Model = Mapping[str, Tensor]  # what predicts: a Params, or parts of several joined with `|`
 Predictor = Callable[[Tensor], Tensor]  # images -> logits
 Tap = Callable[[str, Tensor], Tensor]  # (layer, activation map) -> what goes on instead, at each instrumented layer
@@ -91,10 +93,17 @@ class Sum:
         return Sum.weighing(self._weights | other._weights, **self._terms, **other._terms)
 
     def __add__(self, other: Sum) -> Sum:
+        total = Sum.weighing(self._weights, **{k: _wide(v, copy=True) for k, v in self._terms.items()})
+        total += other
+        return total
+
+    def __iadd__(self, other: Sum) -> Sum:
+        """Add to what `+` has made, in its place."""
         if self._terms.keys() != other._terms.keys():
             raise ValueError(f"clients sent different terms: {sorted(self._terms)} and {sorted(other._terms)}")
-        weights = {k: w + other._weights.get(k, 0) for k, w in self._weights.items()}
-        return Sum.weighing(weights, **{k: _plus(_wide(v), _wide(other._terms[k])) for k, v in self._terms.items()})
+        self._weights = {k: w + other._weights.get(k, 0) for k, w in self._weights.items()}
+        self._terms = {k: _plus(v, other._terms[k]) for k, v in self._terms.items()}
+        return self
 
     def to(self, device: torch.device) -> Sum:
         """Move every term to a device."""
@@ -116,11 +125,11 @@ def _times(value: Any, n: float) -> Any:
     return {k: _times(v, n) for k, v in value.items()} if isinstance(value, dict) else n * value
 
 
-def _wide(value: Any) -> Any:
+def _wide(value: Any, copy: bool = False) -> Any:
     if isinstance(value, dict):
-        return {k: _wide(v) for k, v in value.items()}
+        return {k: _wide(v, copy) for k, v in value.items()}
     if isinstance(value, Params) or (isinstance(value, Tensor) and value.is_floating_point()):
-        return value.to(torch.float64)
+        return value.to(torch.float64, False, copy)
     return value
 
 
@@ -131,9 +140,18 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _plus(a: Any, b: Any) -> Any:
+    """Add b to a, in place where a is one of the wide tensors that models are made of."""
     if isinstance(a, dict):
-        return {k: _plus(a[k], b[k]) if k in a and k in b else a.get(k, b.get(k)) for k in a | b}
-    return a + b
+        return {k: _plus(a[k], b[k]) if k in a and k in b else _wide(a.get(k, b.get(k)), copy=True) for k in a | b}
+    if isinstance(a, Params):
+        if a.layout != b.layout:
+            raise ValueError("clients sent models of different tensors")
+        return Params(a.layout, _plus(a.flat, b.flat), _plus(a.buffers, b.buffers))
+    if not isinstance(a, Tensor) or a.dtype != torch.float64:
+        return a + b
+    for some, more in zip(a.view(-1).split(BLOCK), b.reshape(-1).split(BLOCK), strict=True):
+        some.add_(more)
+    return a
 
 
 class Fit:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -39,6 +40,16 @@ def cnn_mupfl(shape: Shape, classes: int) -> nn.Module:
     )
 
 
+class Pointwise(nn.Conv2d):
+    """A 1x1 convolution; with a stride and in channels last, torch 2.13's own writes out of bounds in its backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Subsample before, which is the same."""
+        if self.stride != (1, 1) and x.is_contiguous(memory_format=torch.channels_last):
+            return F.conv2d(F.avg_pool2d(x, 1, self.stride), self.weight)  # type: ignore[arg-type]
+        return super().forward(x)
+
+
 class Block(nn.Module):
     """Two 3x3 convolutions and a way around them."""
 
@@ -50,7 +61,8 @@ class Block(nn.Module):
         self.bn2 = nn.BatchNorm2d(outputs)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            conv = Pointwise(inputs, outputs, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         """Add both ways."""

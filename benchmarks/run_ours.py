@@ -10,7 +10,7 @@ import ray
 import torch
 from gate import Gate
 
-from orchestrator.actors import Pool
+from orchestrator.actors import Pool, keep_memory
 from orchestrator.data import load
 from orchestrator.driver import Driver, split_for
 from orchestrator.experiment import Experiment
@@ -19,6 +19,7 @@ from orchestrator.experiment import Experiment
 def main() -> None:
     """Run rounds as the harness wants them."""
     gate = Gate()
+    keep_memory()
     experiment = Experiment.model_validate_json(Path(sys.argv[1]).with_suffix(".json").read_text())
     folder = tempfile.mkdtemp(prefix="fedtail-")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}

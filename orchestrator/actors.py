@@ -30,7 +30,7 @@ class ClientActor:
     """A process that does jobs; it keeps no truth, so its death costs no more than the job at hand."""
 
     def __init__(self, gpu: float) -> None:
-        _keep_memory()
+        keep_memory()
         self.device = claim(gpu)
 
     def load(self, experiment: Experiment, dataset: Any, split: Split) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def _without(job: Job, limit: float) -> Result:
     return Result(late={id: f"client {id}, round {job.round}: no answer within {limit:g} s" for id in job.ids})
 
 
-def _keep_memory() -> None:
+def keep_memory() -> None:
     """Let malloc keep what it has: giving activations back to the kernel after each step costs a fifth of the time."""
     trim_threshold, mmap_threshold = -1, -3
     with suppress(OSError, AttributeError):  # another C library

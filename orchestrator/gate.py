@@ -26,7 +26,7 @@ def fault(upload: Any, memory: Any, origin: Params) -> str | None:
     """Say what makes a client's upload or memory unusable whatever the others send; None where nothing does."""
     for name, tensor in (*tensors(upload), *tensors(memory, "memory")):
         if tensor.numel() and tensor.is_floating_point():
-            largest = float(tensor.detach().abs().max())
+            largest = max(abs(float(end)) for end in torch.aminmax(tensor.detach()))
             if not math.isfinite(largest):
                 return f"'{name}' is not finite"
             if largest > LARGEST:
@@ -37,7 +37,7 @@ def fault(upload: Any, memory: Any, origin: Params) -> str | None:
         for name, weight in upload.weights().items():
             if not (math.isfinite(weight) and weight >= 0):
                 return f"'{name}' counts {weight:g} times"
-    expected = dict(form(origin))
+    expected = _forms(origin.layout, _kind(origin.flat))
     for name, what in form(upload):
         own = next((name[i + 1 :] for i, c in enumerate(name) if c == "." and name[i + 1 :] in expected), None)
         if own is not None and expected[own] != what:
@@ -57,7 +57,7 @@ def _form(value: Any, name: str) -> Iterator[tuple[str, str]]:
             yield from _form(part, f"{dot}{term}")
     elif isinstance(value, Params):
         kind = _kind(value.flat)
-        yield from ((f"{dot}{tensor}", f"{kind} {shape}") for tensor, shape in _shapes(value.layout))
+        yield from ((f"{dot}{tensor}", what) for tensor, what in _forms(value.layout, kind).items())
     elif isinstance(value, Mapping):
         # Which entries a client has is its own affair; what they are is not.
         named = all(isinstance(key, str) for key in value)
@@ -73,8 +73,8 @@ def _form(value: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 @cache
-def _shapes(layout: Layout) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    return (*layout.weights, *layout.buffers)
+def _forms(layout: Layout, kind: str) -> dict[str, str]:
+    return {tensor: f"{kind} {shape}" for part in layout for tensor, shape in part}
 
 
 def _kind(tensor: Tensor) -> str:

@@ -16,7 +16,7 @@ import torch
 from ray import tune
 
 from algorithms.base import Algorithm
-from orchestrator.actors import Pool
+from orchestrator.actors import Pool, keep_memory
 from orchestrator.checkpoint import CheckpointError, RunDirectory, set_status, write, write_json
 from orchestrator.data import describe
 from orchestrator.driver import Driver, data_key, split_for
@@ -42,6 +42,7 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         goal: tuple[str, str],
     ) -> None:
         """Remember what to run; Tune may make an actor that it then does not use, so nothing is touched yet."""
+        keep_memory()
         self.folder, self.datasets, (self.metric, self.mode) = Path(directory), datasets, goal
         self.cache = None if cache is None else Cache(Path(cache))
         self.pool: Pool | None = None

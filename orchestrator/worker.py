@@ -285,7 +285,11 @@ class Worker:
                 if same is None:
                     result.parts.append(part)
                 else:
-                    same.ids, same.total = [*same.ids, id], same.total + value
+                    if len(same.ids) == 1:
+                        same.total = same.total + value
+                    else:
+                        same.total += value  # in the place of the sum that is ours
+                    same.ids.append(id)
         for part in result.parts:
             part.total = part.total.to(CPU)
 

@@ -81,11 +81,11 @@ def prepare(network: Network, shape: Shape) -> None:
     network.activations = tuple(name for name in network.activations if maps[name].numel() > 1)
 
 
-def _subsampled(stride: tuple[int, int], module: nn.Module, args: tuple[Tensor]) -> Tensor:
+def _subsampled(stride: tuple[int, ...], module: nn.Module, args: tuple[Tensor]) -> Tensor:
     return subsample(args[0], stride)
 
 
-def subsample(x: Tensor, stride: int | tuple[int, int]) -> Tensor:
+def subsample(x: Tensor, stride: int | tuple[int, ...]) -> Tensor:
     """Take every so-manieth pixel of a map; by slices the gradient would lose its channels-last order."""
     return F.avg_pool2d(x, 1, stride)
 
