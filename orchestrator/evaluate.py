@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from orchestrator.client import Client
     from orchestrator.worker import Job, Result, Worker
 
-BLOCK = 512  #: test images per forward pass
+BLOCK = 256  #: test images per forward pass
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -56,6 +57,7 @@ class SortedTest:
             for c in range(classes)
             for start in range(edges[c], edges[c + 1], BLOCK)
         ]
+        self.whole = [(c, *ends) for c, ends in enumerate(pairwise(edges)) if ends[0] < ends[1]]  # classes uncut
 
 
 def predict(worker: Worker, job: Job, view: tuple[Any, ...], origin: Params, result: Result) -> None:
@@ -88,7 +90,7 @@ def count(worker: Worker, job: Job, view: tuple[Any, ...], origin: Params, resul
         clients.append((client, (worker.counts[id] > 0), worker.tests.position[worker.split.test[id]]))
         models[id] = [None if shared is not None else setting.personal(client, *view) for setting in settings]
         result.values[id] = torch.zeros(len(settings), 4, classes, dtype=torch.int64)
-    for c, start, stop in worker.tests.blocks:
+    for c, start, stop in worker.tests.blocks if shared is None else worker.tests.whole:
         holders = [entry for entry in clients if entry[1][c]]
         if not holders:
             continue

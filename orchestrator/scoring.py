@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 import traceback
 from dataclasses import replace
 from functools import partial
@@ -18,6 +20,9 @@ from orchestrator.worker import Job
 
 if TYPE_CHECKING:
     from orchestrator.driver import Driver
+
+
+MOST_TOGETHER = 256  #: clients whose memory is sent in one message
 
 
 def score(driver: Driver, also: tuple[Algorithm, ...] = ()) -> list[Scores]:
@@ -47,7 +52,7 @@ def score(driver: Driver, also: tuple[Algorithm, ...] = ()) -> list[Scores]:
         method = "shared" if shared else "personal"
         jobs = [
             Job("count", driver.part, method, part, memory=driver.remembered(part), also=also)
-            for part in cut(driver.selectable)
+            for part in _shares(driver)
         ]
         results = driver.engine.run(jobs, driver.engine.put((logits, *view) if shared else view), driver.placed_origin)
         hits_of = {id: hits for result in results for id, hits in result.values.items()}
@@ -62,6 +67,22 @@ def score(driver: Driver, also: tuple[Algorithm, ...] = ()) -> list[Scores]:
         )
         for i in range(1 + len(also))
     ]
+
+
+def _shares(driver: Driver) -> list[tuple[int, ...]]:
+    """Deal the clients to as many jobs as there are actors: within a job, those who share a body share its features.
+
+    What comes back are whole numbers, so who counts what changes nothing.
+    """
+    work = {id: int((driver.split.counts[id] > 0).sum()) for id in driver.selectable}
+    jobs = max(driver.engine.size, math.ceil(len(work) / MOST_TOGETHER))
+    shares: list[list[int]] = [[] for _ in range(min(jobs, len(work)))]
+    load = [(0, place) for place in range(len(shares))]
+    for id in sorted(work, key=lambda id: -work[id]):
+        so_far, place = heapq.heappop(load)
+        shares[place].append(id)
+        heapq.heappush(load, (so_far + work[id], place))
+    return [tuple(sorted(share)) for share in shares]
 
 
 def portraits_of(driver: Driver, algorithm: Algorithm) -> dict[str, Any]:

@@ -1,44 +1,39 @@
-"""Ray and Ray Tune: start or join a cluster, and run the trials that are left to run."""
+"""Ray Tune: run the trials that are left to run."""
 
 from __future__ import annotations
 
 import argparse
-import logging
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache as remember
 from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from ray import tune
 from rich.console import Console
 
 from orchestrator.checkpoint import CheckpointError, set_status, status_of
-from orchestrator.experiment import InputError, Sweep
+from orchestrator.experiment import Sweep
 from orchestrator.folder import ENDED, create, scored
+from orchestrator.machines import cluster, machines
 from orchestrator.plan import plan
 from orchestrator.prefixes import Cache, Prefix, prefixes
 from orchestrator.preflight import Checked
-from orchestrator.resources import HEAD, Nodes, Share, concurrency, planned, share, with_those_to_come
+from orchestrator.resources import Share, concurrency, share
 from orchestrator.schedulers import SCHEDULERS
-from orchestrator.scratch import scratch
 from orchestrator.search import Feeder, Proposer, seeds
-from orchestrator.signals import heed, listen, postponed
+from orchestrator.signals import heed, postponed
 from orchestrator.space import Trial as Point
 from orchestrator.space import leaves, tune_domain, varied
 from orchestrator.tracking import Mirror
 from orchestrator.trial import Trial
 from orchestrator.view import View
 from orchestrator.yaml_file import Open
-
-STARTS = 3  #: tries to start Ray
-MACHINES_S = 180.0  #: how long a sweep waits for the machines of a cluster that was launched just now
 
 
 def run_sweep(
@@ -58,9 +53,9 @@ def run_sweep(
         return False
     in_turns = search.scheduler[0] in ("hyperband", "pbt")
     shared = None if options.no_share or search.scheduler[0] == "pbt" else Cache(folder.parent / ".prefixes")
-    with _cluster(options, console):
+    with cluster(options, console):
         here = ray.util.get_node_ip_address()
-        nodes = _machines(here, console) if options.address else [node["Resources"] for node in ray.nodes()]
+        nodes = machines(here, console) if options.address else [node["Resources"] for node in ray.nodes()]
         wanted = examples if optuna else left
         at_a_time = concurrency([p.experiment for p in wanted], search.concurrent, nodes)
 
@@ -110,10 +105,12 @@ def run_sweep(
                 feeder, count = None if in_turns else Feeder(left, **feeding), len(left)
             if count <= 0:
                 return False
+            placed = {k: ray.put(d) for k, d in checked.datasets.items()}
+            checked.datasets |= {k: ray.get(reference) for k, reference in placed.items()}  # the copy that all share
             trainable = tune.with_parameters(
                 Trial,
                 directory=str(folder),
-                datasets={k: ray.put(d) for k, d in checked.datasets.items()},
+                datasets=placed,
                 cache=None if shared is None else str(shared.folder),
                 goal=(search.metric, search.mode),
             )
@@ -242,77 +239,3 @@ def _within(values: Mapping[str, Any], opened: Mapping[str, Open]) -> dict[str, 
             value = round(value) if leaf.kind == "randint" else round(value / step) * step if step else value
         found[path] = value
     return found
-
-
-@contextmanager
-def _cluster(options: argparse.Namespace, console: Console) -> Iterator[None]:
-    """Join the given cluster, or start one of our own and leave nothing of it behind."""
-    # Tune prints the traceback of every failed try; ours are in the trials' directories, and named at the end.
-    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    with ExitStack() as after:
-        if options.address:
-            after.callback(ray.shutdown)
-            try:
-                ray.init(address=options.address, **common)
-            except ConnectionError as error:
-                hint = "is it running, and does ~/.ray/auth_token hold the token of that cluster?"
-                raise InputError([f"--address {options.address}: {error}; {hint}"]) from None
-        else:
-            folder = after.enter_context(scratch()) / "ray"  # Ray opens its own directory to everybody
-            after.callback(ray.shutdown)
-            with postponed():
-                _start(options, folder, common, console)
-        listen()
-        token = Path.home() / ".ray" / "auth_token"
-        if token.exists():
-            token.chmod(0o600)  # Ray writes it as the umask has it
-        if not options.quiet:
-            console.print(_machine(), highlight=False)
-        yield
-
-
-def _start(options: argparse.Namespace, folder: Path, common: Mapping[str, Any], console: Console) -> None:
-    """Start Ray on this machine; it gives up after half a minute, which is too early for one that is very busy."""
-    for attempt in range(1, STARTS + 1):
-        try:
-            ray.init(
-                address="local",
-                num_cpus=options.num_cpus,
-                num_gpus=options.num_gpus,
-                include_dashboard=False,
-                _temp_dir=str(folder),
-                **common,
-            )
-            return
-        except Exception as error:
-            ray.shutdown()
-            if attempt == STARTS or "timed out" not in str(error):
-                raise
-            console.print("Ray did not come up in time (is the machine very busy?); trying again", highlight=False)
-
-
-def _machines(here: str, console: Console) -> Nodes:
-    """Return what each machine of a cluster has: wait for all that it is to have, and count those that it may start."""
-    least, most = planned()
-    deadline, told = time.monotonic() + MACHINES_S, 0
-    while True:
-        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        if not any(HEAD in node and f"node:{here}" in node for node in alive):
-            return alive  # the plan found here is not this cluster's
-        if len(alive) > least or time.monotonic() > deadline:
-            return with_those_to_come(alive, most)
-        if len(alive) != told:
-            told = len(alive)
-            console.print(f"{told} of {1 + least} machines are there; waiting for the others", highlight=False)
-        time.sleep(1.0)
-
-
-def _machine() -> str:
-    """Say in one line what was found."""
-    have = ray.cluster_resources()
-    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    return (
-        f"torch {torch.__version__} ({cuda}, {torch.cuda.device_count()} CUDA device(s) here), ray {ray.__version__}: "
-        f"{have.get('CPU', 0):g} CPU, {have.get('GPU', 0):g} GPU, {len(ray.nodes())} machine(s)"
-    )

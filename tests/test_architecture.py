@@ -33,10 +33,13 @@ def test_the_science_knows_nothing_of_the_engine(path):
     assert not imports(path) & {"ray", "mlflow", "orchestrator", "matplotlib"}
 
 
+RAY_FILES = ("actors", "machines", "trial", "sweep", "space", "search", "schedulers")
+
+
 @pytest.mark.parametrize("path", sources("orchestrator"), ids=lambda p: p.stem)
 def test_each_platform_stays_in_its_files(path):
     assert "mlflow" not in imports(path) or path.stem == "tracking"
-    assert "ray" not in imports(path) or path.stem in ("actors", "trial", "sweep", "space", "search", "schedulers")
+    assert "ray" not in imports(path) or path.stem in RAY_FILES
 
 
 def words(path: Path) -> set[str]:

@@ -12,7 +12,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from rich.console import Console
 
 from cluster.local import EXAMPLE, text
-from orchestrator import sweep
+from orchestrator import machines
 from orchestrator.experiment import InputError
 from orchestrator.resources import HEAD, planned, share, with_those_to_come
 
@@ -170,12 +170,12 @@ def test_a_sweep_waits_for_machines_that_are_starting_and_then_does_with_what_is
 ):
     here = ray_cluster.util.get_node_ip_address()
     (node,) = (node["Resources"] for node in ray_cluster.nodes())
-    monkeypatch.setattr(sweep, "planned", lambda: (0, [GPU]))
-    assert sweep._machines(here, Console()) == [node, GPU]
-    assert sweep._machines("192.0.2.99", Console()) == [node], "a plan that is found on another machine than the head"
-    monkeypatch.setattr(sweep, "planned", lambda: (2, []))
-    monkeypatch.setattr(sweep, "MACHINES_S", 2.5)
+    monkeypatch.setattr(machines, "planned", lambda: (0, [GPU]))
+    assert machines.machines(here, Console()) == [node, GPU]
+    assert machines.machines("192.0.2.99", Console()) == [node], "a plan that is found on another machine than the head"
+    monkeypatch.setattr(machines, "planned", lambda: (2, []))
+    monkeypatch.setattr(machines, "MACHINES_S", 2.5)
     began = time.monotonic()
-    assert sweep._machines(here, Console()) == [node]
+    assert machines.machines(here, Console()) == [node]
     assert time.monotonic() - began > 2.5
     assert capsys.readouterr().out == "1 of 3 machines are there; waiting for the others\n"
