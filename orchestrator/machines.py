@@ -17,6 +17,8 @@ from ray._private.node import Node
 from ray.tune.execution import class_cache
 from rich.console import Console
 
+import algorithms
+import orchestrator
 from orchestrator.experiment import InputError
 from orchestrator.resources import HEAD, Nodes, planned, with_those_to_come
 from orchestrator.scratch import scratch
@@ -68,7 +70,7 @@ def _start(options: argparse.Namespace, folder: Path, common: Mapping[str, Any],
     """Start Ray on this machine; it gives up after half a minute, which is too early for one that is very busy."""
     for attempt in range(1, STARTS + 1):
         try:
-            with _few_helpers():
+            with _few_helpers(), _same_sources():
                 ray.init(
                     address="local",
                     num_cpus=options.num_cpus,
@@ -98,6 +100,20 @@ def _few_helpers() -> Iterator[None]:
     finally:
         for name, method in kept.items():
             setattr(Node, name, method)
+
+
+@contextmanager
+def _same_sources() -> Iterator[None]:
+    """Let the workers, who import our modules before they know of any job, find them where this process has."""
+    here = [str(Path(str(module.__file__)).parents[1]) for module in (algorithms, orchestrator)]
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*here, *filter(None, [before])]))
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 def _not_started(node: Node, **_: Any) -> None:

@@ -43,23 +43,27 @@ failures: {checkpoint_s: 0}
 """
 
 
-def kill_every(seconds, pool, chance, done, spare):
-    """Kill a random client actor again and again, but for a few; return the list that the thread fills."""
-    killed = []
+def kill(actors):
+    """Kill actors, given by where they are."""
+    for actor in actors:
+        os.kill(actor["pid"], signal.SIGKILL)
+    return [actor["pid"] for actor in actors]
 
-    def work():
+
+def in_background(seconds, done, work):
+    """Do something every few seconds until it is over; return a list of what was returned."""
+    found = []
+
+    def loop():
         while not done.wait(seconds):
-            if len(ready := list(pool.where.values())) > spare:
-                victim = chance.choice(ready)["pid"]
-                os.kill(victim, signal.SIGKILL)
-                killed.append(victim)
+            found.extend(work())
 
-    threading.Thread(target=work).start()
-    return killed
+    threading.Thread(target=loop).start()
+    return found
 
 
 @pytest.mark.timeout(600)
-def test_client_actors_killed_every_two_seconds(ray_cluster, chance):
+def test_client_actors_killed_every_two_seconds_and_at_times_all_of_them(ray_cluster, chance):
     experiment = tiny(
         algorithm="scaffold",
         rounds=80,
@@ -69,13 +73,24 @@ def test_client_actors_killed_every_two_seconds(ray_cluster, chance):
     )
     expected = finish(driver(experiment)).fingerprint()
     run, pool = on_ray(experiment, 3)
-    done = threading.Event()
+    done, all_gone = threading.Event(), []
+
+    def some():
+        """Kill one actor of those that are ready, or, when they are three again and at most four times, all."""
+        ready = list(pool.where.values())
+        if len(ready) == 3 and len(all_gone) < 4 and chance.random() < 0.7:
+            all_gone.append(len(ready))
+            return kill(ready)
+        return kill([chance.choice(ready)]) if len(ready) > 1 else []
+
     try:
         until(lambda: run.evaluate() and len(pool.where) == 3)
-        killed = kill_every(2.0, pool, chance, done, spare=1)
+        killed = in_background(2.0, done, some)
         finish(run)
         done.set()
+        print(f"killed {len(killed)} client actors, all three at once {len(all_gone)} times")
         assert len(killed) >= 3
+        assert all_gone
         assert len(killed) - 3 <= pool.restarts <= len(killed), "each death costs one new actor"
         assert run.fingerprint() == expected
     finally:
@@ -83,11 +98,11 @@ def test_client_actors_killed_every_two_seconds(ray_cluster, chance):
         pool.close()
 
 
-def test_a_client_whose_actors_all_die_is_named(ray_cluster, chance):
+def test_a_client_whose_actors_all_die_is_named(ray_cluster):
     run, pool = on_ray(tiny(local={"epochs": 100_000}, failures={"retries": 2}), 1)
     done = threading.Event()
     try:
-        killed = kill_every(0.5, pool, chance, done, spare=0)
+        killed = in_background(0.5, done, lambda: kill(list(pool.where.values())))
         with pytest.raises(RuntimeError, match=r"clients \[\d+\] lost their actor 3 times in round 0; the last reason"):
             finish(run)
         assert len(set(killed)) == 3

@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import time
 
+import numpy as np
 import pytest
 from chaos import lines, logged, rounds, runs, settings, started, stored, summary, until
 from test_command import gone
@@ -33,7 +34,7 @@ def delivered(server, folder, name):
     return {end for end, _ in record.values()}
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_server_that_freezes_and_then_dies_for_a_while(tmp_path, scratch, chance):
     (tmp_path / "away.yaml").write_text(RUN)
     folder, server = tmp_path / "out" / "away", Server(tmp_path / "server")
@@ -41,12 +42,12 @@ def test_a_server_that_freezes_and_then_dies_for_a_while(tmp_path, scratch, chan
     server.__enter__()
     try:
         words = [tmp_path / "away.yaml", "--out", tmp_path / "out", "--num-cpus", 2, "--tracking-uri", server.uri]
-        with started(*words, *settings(rounds=400), scratch=scratch) as process:
+        with started(*words, *settings(rounds=2500), scratch=scratch) as process:
             wanted = chance.randint(0, 30)
             until(lambda: rounds(trial) >= wanted, process)
             away.append(rounds(trial))
             os.killpg(server.process.pid, signal.SIGSTOP)
-            time.sleep(chance.uniform(11, 14))  # longer than a request may take
+            time.sleep(60)  # longer than a request and its repetitions may take
             os.killpg(server.process.pid, signal.SIGCONT)
             away.append(rounds(trial))
             time.sleep(chance.uniform(0, 4))
@@ -54,7 +55,7 @@ def test_a_server_that_freezes_and_then_dies_for_a_while(tmp_path, scratch, chan
             time.sleep(chance.uniform(1, 5))
             assert process.poll() is None, "it was away while the run went on"
             server.__enter__()
-            out, err = process.communicate(timeout=240)
+            out, err = process.communicate(timeout=400)
             assert process.returncode == 0, out + err
             assert not gone(process.pid)
         assert delivered(server, folder, "away") == {"FINISHED"}
@@ -62,12 +63,11 @@ def test_a_server_that_freezes_and_then_dies_for_a_while(tmp_path, scratch, chan
         server.__exit__()
     assert "orchestrator.sync" not in out, "nothing is owed"
     seconds = [line["metrics"]["time/train"] for line in lines(trial)]
-    frozen, normal = seconds[away[0] : away[1]], seconds[away[1] :]
-    print(
-        f"a round took {statistics.median(frozen):.4f} s while MLflow was frozen, else {statistics.median(normal):.4f}"
-    )
-    assert len(frozen) > 10, "rounds went on"
-    assert statistics.median(frozen) < 1.5 * statistics.median(normal)
+    frozen, rest = seconds[away[0] : away[1]], seconds[away[1] :]
+    normal = [statistics.median(part) for part in np.array_split(rest, 4)]  # a machine is not always equally fast
+    print(f"a round took {statistics.median(frozen):.4f} s while MLflow was frozen ({len(frozen)}), else {normal}")
+    assert len(frozen) > 100, "rounds went on"
+    assert statistics.median(frozen) < 1.05 * max(normal)
 
 
 @pytest.mark.timeout(400)
