@@ -410,3 +410,21 @@ def test_no_convolution_of_one_pixel_strides(name):
     """Where its channels come last, the gradient of one that does is written out of bounds (torch 2.13 on the CPU)."""
     convolutions = [m for m in case(name).modules() if isinstance(m, nn.Conv2d)]
     assert all(m.stride == (1, 1) for m in convolutions if m.kernel_size == (1, 1))
+
+
+@pytest.mark.parametrize("name", ["cnn_small", "cnn_ecl", "cnn_mupfl"])
+def test_pooling_before_rectifying_gives_the_same_bits(name):
+    network = build(name, (1, 28, 28), 10, seed=0)
+    x, y = torch.randn(32, 1, 28, 28, generator=torch.Generator().manual_seed(0)), torch.arange(32) % 10
+
+    def gradients():
+        loss = nn.functional.cross_entropy(network(x), y)
+        return torch.cat([loss[None], *(g.flatten() for g in torch.autograd.grad(loss, list(network.parameters())))])
+
+    swapped, seen = gradients(), []
+    watched = [network.get_submodule(name) for name in network.activations]
+    hooks = [layer.register_forward_hook(lambda _, __, output: seen.append(output.shape[2:])) for layer in watched]
+    assert torch.equal(gradients(), swapped)
+    assert seen[0] == (28, 28) if name != "cnn_mupfl" else (24, 24), "who watches sees the map before it is pooled"
+    for hook in hooks:
+        hook.remove()

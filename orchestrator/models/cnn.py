@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import nn
 
 from orchestrator.models.experts import Layers, fork, of_experts
-from orchestrator.models.network import Network, Shape
+from orchestrator.models.network import Network, Shape, Stack
 
 MAPS = ("relu1", "relu2")
 
@@ -67,6 +67,6 @@ def _network(
     """Put hidden layers and a linear head on the convolutions, or those of several experts; `last` is a layer."""
     if experts > 1:
         return of_experts(fork(convolutions, hidden, experts), dim, classes, MAPS)
-    body, last = nn.Sequential(convolutions | hidden()), f"body.{last}."
+    body, last = Stack(convolutions | hidden()), f"body.{last}."
     maps = tuple(f"body.{name}" for name in MAPS)
     return Network(body, nn.Linear(dim, classes), dim=dim, last_stage=last, last_block=last, activations=maps)

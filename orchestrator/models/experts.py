@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from orchestrator.models.network import Network
+from orchestrator.models.network import Network, Stack
 
 #: Named layers, one after another.
 Layers = OrderedDict[str, nn.Module]
@@ -24,7 +24,7 @@ class Experts(nn.ModuleList):
 def fork(trunk: Layers, own: Callable[[], Layers], experts: int) -> nn.Sequential:
     """Make a shared trunk with the experts' own layers on it."""
     own_layers = Experts(nn.Sequential(own()) for _ in range(experts))
-    return nn.Sequential(Layers(trunk=nn.Sequential(trunk), experts=own_layers))
+    return nn.Sequential(Layers(trunk=Stack(trunk), experts=own_layers))
 
 
 class Cosine(nn.Module):

@@ -1,6 +1,7 @@
 """A network as two halves: a body that turns images into features, and a head that turns features into logits."""
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -9,6 +10,20 @@ from torch import Tensor, nn
 
 #: Channels, height, width.
 Shape = tuple[int, int, int]
+
+
+class Stack(nn.Sequential):
+    """Layers one after another; it pools before it rectifies, which gives the same at a quarter of the cost."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Go through the layers, in their own order where somebody watches the rectified map."""
+        layers = list(self)
+        for i, (layer, following) in enumerate(pairwise(self)):
+            if isinstance(layer, nn.ReLU) and isinstance(following, nn.MaxPool2d) and not layer._forward_hooks:
+                layers[i : i + 2] = following, layer
+        for layer in layers:
+            x = layer(x)
+        return x
 
 
 class Network(nn.Module):
