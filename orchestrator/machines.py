@@ -106,14 +106,12 @@ def _few_helpers() -> Iterator[None]:
 def _same_sources() -> Iterator[None]:
     """Let the workers, who import our modules before they know of any job, find them where this process has."""
     here = [str(Path(str(module.__file__)).parents[1]) for module in (algorithms, orchestrator)]
-    before = os.environ.get("PYTHONPATH")
+    before = os.environ.get("PYTHONPATH", "")  # empty is as good as none
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*here, *filter(None, [before])]))
     try:
         yield
     finally:
-        os.environ.pop("PYTHONPATH")
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
+        os.environ["PYTHONPATH"] = before
 
 
 def _not_started(node: Node, **_: Any) -> None:

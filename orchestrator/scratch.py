@@ -38,9 +38,9 @@ def scratch() -> Iterator[Path]:
         lock.release()
 
 
-def _end_users(folder: Path) -> None:
+def _end_users(folder: Path, grace: float = GRACE_S) -> None:
     """End whoever still uses a directory: agents of a Ray that was stopped while it started stay a minute and more."""
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + grace
     while users := _users(folder):
         if time.monotonic() > deadline:
             for pid in users:
@@ -68,4 +68,5 @@ def _remove_abandoned() -> None:
         with suppress(OSError, Timeout):
             if folder.lstat().st_uid == os.getuid() and (folder / LOCK).is_file():
                 with FileLock(folder / LOCK, timeout=0):
+                    _end_users(folder, 0.0)  # they would write into it again
                     shutil.rmtree(folder, ignore_errors=True)

@@ -42,7 +42,7 @@ def test_a_server_that_freezes_and_then_dies_for_a_while(tmp_path, scratch, chan
     server.__enter__()
     try:
         words = [tmp_path / "away.yaml", "--out", tmp_path / "out", "--num-cpus", 2, "--tracking-uri", server.uri]
-        with started(*words, *settings(rounds=2500), scratch=scratch) as process:
+        with started(*words, *settings(rounds=900), scratch=scratch) as process:
             wanted = chance.randint(0, 30)
             until(lambda: rounds(trial) >= wanted, process)
             away.append(rounds(trial))

@@ -138,7 +138,9 @@ def test_a_torn_last_line_is_dropped_and_logged_rounds_stay_as_they_are(tmp_path
     directory.log({"round": 2, "metrics": {"a": 2.0}})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"round": 3, "met')
+    before = (tmp_path / "metrics.jsonl").stat().st_ino
     again = RunDirectory(tmp_path)
+    assert (tmp_path / "metrics.jsonl").stat().st_ino == before, "cut short, which needs no room on the disk"
     again.log({"round": 2, "metrics": {"a": 99.0}})
     again.log({"round": 3, "metrics": {"a": 3.0}})
     assert [line["metrics"]["a"] for line in again.lines()] == [1.0, 2.0, 3.0]

@@ -12,11 +12,12 @@ from test_tracking import ROOT
 from orchestrator.scratch import scratch
 
 HOLD = """
-import signal
+import signal, subprocess, sys
 from orchestrator.scratch import scratch
 with scratch() as folder:
     (folder / "log").write_text("much")
-    print(folder, flush=True)
+    helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.DEVNULL)
+    print(folder, helper.pid, flush=True)
     signal.pause()
 """
 
@@ -29,7 +30,8 @@ def test_the_leavings_of_the_dead_go_and_those_of_the_living_stay(tmp_path, monk
         for _ in range(2)
     ]
     try:
-        dead, alive = (Path(process.stdout.readline().strip()) for process in held)
+        said = [process.stdout.readline().split() for process in held]
+        (dead, alive), helpers = (Path(folder) for folder, _ in said), [int(helper) for _, helper in said]
         held[0].kill()
         held[0].wait()
         assert (dead / "log").exists()
@@ -39,12 +41,20 @@ def test_the_leavings_of_the_dead_go_and_those_of_the_living_stay(tmp_path, monk
             assert os.environ["TMPDIR"] == str(own)
             assert {*tmp_path.iterdir()} == {own, alive, tmp_path / "fedtail-of-somebody"}
             assert (alive / "log").exists()
+            assert [lives(helper) for helper in helpers] == [False, True]
         assert {*tmp_path.iterdir()} == {alive, tmp_path / "fedtail-of-somebody"}
         assert os.environ["TMPDIR"] != str(own)
     finally:
         for process in held:
             process.kill()
             process.wait()
+        os.kill(helpers[1], signal.SIGKILL)
+
+
+def lives(pid):
+    """Tell whether a process is there, and not only its exit code."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def test_nobody_who_was_started_for_it_outlives_it(tmp_path, monkeypatch):
