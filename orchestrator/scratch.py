@@ -41,12 +41,10 @@ def scratch() -> Iterator[Path]:
 def _end_users(folder: Path, grace: float = GRACE_S) -> None:
     """End whoever still uses a directory: agents of a Ray that was stopped while it started stay a minute and more."""
     deadline = time.monotonic() + grace
-    while users := _users(folder):
-        if time.monotonic() > deadline:
-            for pid in users:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            return
+    while (users := _users(folder)) and time.monotonic() < deadline + GRACE_S:
+        for pid in users if time.monotonic() > deadline else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
 
 
