@@ -74,6 +74,7 @@ def pair(name: str, task: Path, rounds: int, log: Path) -> dict[str, Any]:
         "bytes": last.get("up", 0) + last.get("down", 0),
         # The first round warms up.
         "rounds": [{who: [r.wall, r.cpu] for who, r in turn.items()} for turn in turns[1:]],
+        "profile": [turn[name].facts.get("profile", {}) for turn in turns[1:]],
         "beyond_s": [turn[name].wall - turn["plain"].facts["training_s"] for turn in turns[1:]],
     }
 

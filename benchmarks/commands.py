@@ -57,7 +57,7 @@ def run(workload: Workload, folder: Path) -> dict[str, Any]:
     return {
         "first_round_s": first,
         "memory_mb": peak.megabytes,
-        "checkpoint_s": sum(m["time/checkpoint"] for m in metrics),
+        "written_s": sum(m["time/checkpoint"] + m["time/tracking"] for m in metrics),
         "rounds_s": sum(m["time/train"] for m in metrics),
         "command_cpu": cpu["command"][-1] - cpu["command"][0],
         "all_cpu": cpu["all"][-1] - cpu["all"][0],

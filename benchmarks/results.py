@@ -19,6 +19,15 @@ Machine: {cpu}, {cores} cores, {memory_gb} GB; Python {python}, torch {torch}, r
 """
 
 
+#: The parts of a round, as its metrics have them.
+WORDS = {
+    "clients": "training",
+    "wait": "messages and waiting for the last actor",
+    "move": "placing weights in shared memory",
+    "server": "the server's half",
+}
+
+
 def spread(values: Sequence[float], digits: int = 2) -> str:
     """Write a median with the tenth and ninetieth percentile."""
     if len(values) < 2:
@@ -46,8 +55,17 @@ def side_by_side(found: dict[str, Any]) -> list[str]:
         cells += [f"{middle['ready_s']:.0f} s", f"{middle['memory_mb'] / 1024:.2f} GB"]
         cells += [f"{moved / 1e6:.1f}" if moved else "-", f"{middle['accuracy']:.3f}"]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    beyond = [s for p in found["pairs"] if p["name"] == "fedtail" for s in p["beyond_s"]]
-    return [*lines, "", f"A round of ours beyond the training itself: {spread(beyond)} s."]
+    ours = [pair for pair in found["pairs"] if pair["name"] == "fedtail"]
+    beyond = [seconds for pair in ours for seconds in pair["beyond_s"]]
+    rounds = [parts for pair in ours for parts in pair["profile"]]
+    shares = {part: statistics.median(r[part] / sum(r.values()) for r in rounds) for part in rounds[0]}
+    return [
+        *lines,
+        "",
+        f"A round of ours beyond the training of `plain`: {spread(beyond)} s. Where its time goes: "
+        + ", ".join(f"{WORDS[part]} {share:.1%}" for part, share in shares.items())
+        + ".",
+    ]
 
 
 def growth(found: dict[str, Any]) -> list[str]:
@@ -73,9 +91,9 @@ def command(found: dict[str, Any]) -> list[str]:
     """Return what the command costs around its rounds."""
     return [
         f"By `python -m orchestrator.tune`: {found['first_round_s']:.0f} s from the command to the first finished "
-        f"round; peak memory {found['memory_mb'] / 1024:.2f} GB with Ray and MLflow; checkpoints take "
-        f"{found['checkpoint_s'] / found['rounds_s']:.1%} of the rounds' time; the process that runs Tune, MLflow and "
-        f"the display takes {found['command_cpu'] / found['all_cpu']:.1%} of all CPU time."
+        f"round; peak memory {found['memory_mb'] / 1024:.2f} GB with Ray and MLflow; checkpoints and "
+        f"the log take {found['written_s'] / found['rounds_s']:.1%} of the rounds' time; the process that runs Tune, "
+        f"MLflow and the display takes {found['command_cpu'] / found['all_cpu']:.1%} of all CPU time."
     ]
 
 

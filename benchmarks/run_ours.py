@@ -36,7 +36,13 @@ def main() -> None:
         while gate.opens(weights):
             samples = int(split.counts[driver._draw(driver.plan[driver.round])].sum())
             metrics = driver.advance()["metrics"]
-            gate.answer(steps=driver._steps, samples=samples, up=metrics["bytes/up"], down=metrics["bytes/down"])
+            gate.answer(
+                steps=driver._steps,
+                samples=samples,
+                up=metrics["bytes/up"],
+                down=metrics["bytes/down"],
+                profile={part: metrics[f"time/{part}"] for part in ("clients", "wait", "move", "server")},
+            )
         pool.close()
 
 

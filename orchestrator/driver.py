@@ -109,6 +109,7 @@ class Driver:
         self.releases = Counter[str]()  # "clients drawn/all clients" -> how often a noisy sum of them was made
         self.also, self.scored_too = also or {}, dict[str, dict[str, Any]]()
         self._saved, self._write_s, self._changed = time.monotonic(), 0.0, set[int]()
+        self._written = {"tracking": 0.0, "checkpoint": 0.0}  # seconds that the writing after the last round took
         if not self._resume():
             self._enter(0, Params.of(network(experiment, dataset)))
 
@@ -199,12 +200,14 @@ class Driver:
             }
         if self.directory and (self.done or self.plan[self.round].part != turn.part):
             self.directory.write_portraits(turn.title, portraits_of(self, self.parts[self.part]))
-        metrics["time/checkpoint"] = self._write_s
+        metrics |= {f"time/{part}": seconds for part, seconds in self._written.items()}
         metrics["time/round"] = metrics["time/train"] + metrics.get("time/evaluate", 0.0)
         line["time"] = time.time()
         self.history.append(line)
         if self.directory:
-            self.directory.log(line)
+            began = time.perf_counter()
+            self.directory.log(line)  # which is all that tracking costs a round: somebody else reads it
+            self._written = {"tracking": time.perf_counter() - began, "checkpoint": 0.0}
             self._checkpoint(turn.last)
         return line
 
@@ -333,6 +336,7 @@ class Driver:
         self._changed = set()
         self._saved = time.monotonic()
         self._write_s = self._saved - began
+        self._written["checkpoint"] += self._write_s
 
     def _resume(self) -> bool:
         """Take up the run where its directory's checkpoint left it."""
