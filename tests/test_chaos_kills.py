@@ -76,9 +76,9 @@ def test_client_actors_killed_every_two_seconds_and_at_times_all_of_them(ray_clu
     done, all_gone = threading.Event(), []
 
     def some():
-        """Kill one actor of those that are ready, or, when they are three again and at most four times, all."""
+        """Kill all actors when they are three (again), at most three times, and else one of those that are ready."""
         ready = list(pool.where.values())
-        if len(ready) == 3 and len(all_gone) < 4 and chance.random() < 0.7:
+        if len(ready) == 3 and len(all_gone) < 3:
             all_gone.append(len(ready))
             return kill(ready)
         return kill([chance.choice(ready)]) if len(ready) > 1 else []
