@@ -21,7 +21,7 @@ from orchestrator.data import Split
 from orchestrator.experiment import Experiment
 from orchestrator.worker import ClientFailed, Job, Result, Worker, claim
 
-BUNDLES = 4  #: messages to each actor in which a call would be sent if all were of the size of the first
+BUNDLES = 2  #: messages to each actor in which a call would be sent if all were of the size of the first
 START_S = 900.0  #: a pool with no live actor for this long gives up; a new machine in a cloud takes minutes
 
 
@@ -47,8 +47,8 @@ class ClientActor:
         }
 
     def do(self, jobs: Sequence[Job], shared: tuple[Any, ...], origin: Params) -> list[Result]:
-        """Do jobs, one after another."""
-        return [self.worker.do(job, shared, origin) for job in jobs]
+        """Do neighbouring jobs, one after another."""
+        return self.worker.do_all(jobs, shared, origin)
 
 
 class Pool:
@@ -80,19 +80,16 @@ class Pool:
         return ray.put(value)
 
     def run(self, jobs: Sequence[Job], shared: Any, origin: Any) -> list[Result]:
-        """Do all jobs and return their results in order."""
-        results: dict[int, Result] = {}
-        # The longest come last in the list and so are sent first.
-        waiting = sorted(range(len(jobs)), key=lambda i: (sum(self._sizes[list(jobs[i].ids)]), -i))
-        flying: dict[Any, tuple[list[int], Any, float]] = {}
-        attempts = [0] * len(jobs)
+        """Do all jobs and return their results in order, some perhaps in one."""
+        results: dict[range, list[Result]] = {}
+        waiting = [range(0, len(jobs))] if jobs else []
+        flying: dict[Any, tuple[range, Any, float]] = {}
+        attempts, work = [0] * len(jobs), [int(self._sizes[list(job.ids)].sum()) for job in jobs]
         idle, lonely_since = list(self.where), time.monotonic()
-        while len(results) < len(jobs):
+        while waiting or flying:
             while waiting and idle:
+                some = self._next(waiting, work)
                 actor = idle.pop()
-                # Few messages while much is left, small ones towards the end, so that all actors end together.
-                together = 1 if self.failures.client_timeout_s else max(1, len(waiting) // (BUNDLES * self.size))
-                some = [waiting.pop() for _ in range(together)]
                 flying[actor.do.remote([jobs[i] for i in some], shared, origin)] = some, actor, time.monotonic()
             ready, _ = ray.wait([*flying, *self._starting], num_returns=1, timeout=1.0)
             for future in ready:
@@ -101,7 +98,7 @@ class Pool:
                     continue
                 some, actor, _ = flying.pop(future)
                 try:
-                    results |= zip(some, ray.get(future), strict=True)
+                    results[some] = ray.get(future)
                     idle.append(actor)
                 except RayTaskError as error:
                     raise error.cause if isinstance(error.cause, ClientFailed) else error from None
@@ -109,13 +106,28 @@ class Pool:
                     self._bury(actor, [jobs[i] for i in some], max(attempts[i] for i in some), error)
                     for i in some:
                         attempts[i] += 1
-                    waiting += some
-            for i in self._time_out(flying, jobs):
-                results[i] = _without(jobs[i], self.failures.client_timeout_s or 0)
+                    waiting.append(some)
+            for some in self._time_out(flying, jobs):
+                results[some] = [_without(jobs[i], self.failures.client_timeout_s or 0) for i in some]
             lonely_since = time.monotonic() if self.where else lonely_since
             if time.monotonic() - lonely_since > START_S:
                 raise RuntimeError(f"no client actor could be started within {START_S:.0f} s; see `ray status`")
-        return [results[i] for i in range(len(jobs))]
+        return [result for some in sorted(results, key=lambda some: some.start) for result in results[some]]
+
+    def _next(self, waiting: list[range], work: Sequence[int]) -> range:
+        """Take what an actor does next: the longest there is, of many jobs while much is left and few towards the end.
+
+        Each is a whole branch of the tree in which uploads are added up, so that the actor can do so.
+        """
+        left = sum(map(len, waiting))
+        most = 1 if self.failures.client_timeout_s else max(1, left // (BUNDLES * self.size))
+        while large := [some for some in waiting if len(some) > most]:
+            for some in large:
+                half = some.start + (1 << (len(some) - 1).bit_length() - 1)
+                waiting.remove(some)
+                waiting += range(some.start, half), range(half, some.stop)
+        waiting.sort(key=lambda some: (sum(work[some.start : some.stop]), -some.start))
+        return waiting.pop()
 
     def close(self) -> None:
         """End all actors."""
@@ -154,9 +166,9 @@ class Pool:
         actor = self._create()
         self._starting[actor.load.remote(*self._load)] = actor
 
-    def _time_out(self, flying: dict[Any, tuple[list[int], Any, float]], jobs: Sequence[Job]) -> list[int]:
+    def _time_out(self, flying: dict[Any, tuple[range, Any, float]], jobs: Sequence[Job]) -> list[range]:
         """End the actors of jobs that take too long; return those jobs that are given up, the others are done again."""
-        limit, given_up = self.failures.client_timeout_s or math.inf, list[int]()
+        limit, given_up = self.failures.client_timeout_s or math.inf, list[range]()
         for future, (some, actor, since) in list(flying.items()):
             if time.monotonic() - since > limit * sum(len(jobs[i].ids) for i in some):
                 ray.kill(actor)  # whose jobs are then found dead like any other
@@ -164,7 +176,7 @@ class Pool:
                     del flying[future]
                     self.where.pop(actor, None)
                     self._replace(f"an actor took longer than {limit:g} s for each of its clients")
-                    given_up += some
+                    given_up.append(some)
         return given_up
 
 
@@ -178,5 +190,5 @@ def keep_memory() -> None:
     trim_threshold, mmap_threshold = -1, -3
     with suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(mmap_threshold, 32 << 20)
+        libc.mallopt(mmap_threshold, 1 << 30)
         libc.mallopt(trim_threshold, 1 << 30)

@@ -9,6 +9,7 @@ import numpy as np
 
 from algorithms.base import Sum
 from orchestrator.plan import Turn
+from orchestrator.uploads import Part
 from orchestrator.values import place
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 
 JOBS = 64  #: a call is cut into at most this many jobs, whoever runs them
+TALLEST = (JOBS - 1).bit_length()  #: height of the tree in which their uploads are added
 
 
 def cut(ids: Sequence[int]) -> list[tuple[int, ...]]:
@@ -52,9 +54,9 @@ class Cohort:
     def sum_by(self, key: Mapping[int, Hashable], local: Callable[..., Sum], *shared: Any) -> dict[Hashable, Sum]:
         """Run a client method on the clients that have a key, and add up by key."""
         results = self._driver.call(sorted(key), local.__name__, shared, keys=key)
-        parts: dict[Hashable, list[Sum]] = {}
+        parts: dict[Hashable, list[Part]] = {}
         for part in (part for result in results for part in result.parts):
-            parts.setdefault(part.key, []).append(part.total)
+            parts.setdefault(part.key, []).append(part)
         if unheard := {k for k in key.values() if k not in parts}:
             raise NothingUsable(f"no usable update from any client of {unheard}")
         totals = self._driver.combine(parts, self._drawn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -17,7 +18,7 @@ from algorithms.losses import Loss
 from algorithms.params import Params
 from orchestrator.checkpoint import CheckpointError, RunDirectory, fingerprint
 from orchestrator.client import DROPOUT, NOISE, SAMPLING, SERVER, stream
-from orchestrator.cohort import Cohort, NothingUsable, cut
+from orchestrator.cohort import TALLEST, Cohort, NothingUsable, cut
 from orchestrator.data import Dataset, Split, split
 from orchestrator.evaluate import Scores, SortedTest
 from orchestrator.experiment import Experiment
@@ -25,6 +26,7 @@ from orchestrator.gate import form, strangers
 from orchestrator.plan import Turn, plan
 from orchestrator.privacy import epsilon
 from orchestrator.scoring import portraits_of, score
+from orchestrator.uploads import Part, fold
 from orchestrator.values import CPU, own, place, size
 from orchestrator.worker import REMEDY, ClientFailed, Job, Result, Worker, network
 
@@ -142,7 +144,7 @@ class Driver:
             self._enter(turn.part, self.server.model)
         self._pending: dict[int, dict[str, Any]] = {}
         self._calls = {"clients": 0, "server": 0}  # apart, so that what the server does changes no client's randomness
-        self._loss, self._steps, self._up, self._extra, self._down = 0.0, 0, 0, 0, 0
+        self._losses, self._steps, self._up, self._extra, self._down = list[float](), 0, 0, 0, 0
         self._clock = {"clients": 0.0, "wait": 0.0, "move": 0.0}
         self._rejected, self._late = dict[int, str](), dict[int, str]()
         seed = self.experiment.seed
@@ -168,7 +170,7 @@ class Driver:
         metrics |= {f"time/{part}": seconds for part, seconds in self._clock.items()}
         metrics["time/server"] = metrics["time/train"] - sum(self._clock.values())
         if self._steps:
-            metrics["train/loss"] = self._loss / self._steps
+            metrics["train/loss"] = math.fsum(self._losses) / self._steps
         metrics |= {"bytes/up": float(self._up), "bytes/down": float(self._down)}
         if self._extra:
             metrics["bytes/up_extra"] = float(self._extra)
@@ -257,8 +259,9 @@ class Driver:
                 memory=self.remembered(part),
                 keys=None if keys is None else {id: keys[id] for id in part},
                 each=None if each is None else {id: each[id] for id in part},
+                place=place,
             )
-            for part in cut(ids)
+            for place, part in enumerate(cut(ids))
         ]
         began = time.perf_counter()
         reference = self.engine.put(shared)
@@ -277,7 +280,8 @@ class Driver:
             self._pending |= {id: own(memory) for id, memory in result.memory.items()}
             self._rejected |= result.rejected
             self._late |= result.late
-            self._loss, self._steps = self._loss + result.loss, self._steps + result.steps
+            self._losses += result.losses  # to be added exactly, so that their order is nothing
+            self._steps += result.steps
             self._up, self._extra = self._up + result.bytes_up, self._extra + result.bytes_extra
         if ids and not any(result.parts or result.values for result in results):
             raise NothingUsable(f"no usable update from any of the {len(ids)} clients of round {self.round}")
@@ -300,13 +304,18 @@ class Driver:
                 result.memory.pop(id, None)
         self._rejected |= odd
 
-    def combine(self, parts: Mapping[Hashable, Sequence[Sum]], drawn: int | None) -> dict[Hashable, Sum]:
+    def combine(self, parts: Mapping[Hashable, Sequence[Part]], drawn: int | None) -> dict[Hashable, Sum]:
         """Combine uploads as the experiment says, and note what a private combination gives away."""
         if self.aggregation.private:
             population = len(self.selectable)
             self.releases[f"{population if drawn is None else drawn}/{population}"] += 1
         rng = torch.Generator().manual_seed(stream(self.experiment.seed, NOISE, self.round, self._calls["clients"]))
-        return {k: self.aggregation.released(self.aggregation.combined(some).widen(), rng) for k, some in parts.items()}
+        found = {}
+        for key, some in parts.items():
+            ordered = some if self.aggregation.each else sorted(fold(some, TALLEST), key=lambda part: part.ids)
+            total = self.aggregation.combined([part.total for part in ordered])
+            found[key] = self.aggregation.released(total.widen(), rng)
+        return found
 
     def remembered(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Return what these clients remember, this round's own changes included."""

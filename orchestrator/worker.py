@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from algorithms.aggregations import Aggregation
-from algorithms.base import Algorithm, Model, State, Sum, Tap
+from algorithms.base import Algorithm, Model, State, Tap
 from algorithms.params import Params
 from algorithms.priors import PRIORS
 from orchestrator import evaluate, models
 from orchestrator.client import CALL, MEMORY, STRAGGLER, Client, stream
 from orchestrator.data import Dataset, Split
 from orchestrator.experiment import Experiment
-from orchestrator.gate import Form, fault, form
+from orchestrator.gate import fault, form
+from orchestrator.uploads import Part, fold
 from orchestrator.values import CPU, extra, models_in, place, size
 
 
@@ -46,16 +47,7 @@ class Job:
     proxy: Tensor | None = None  #: the class prior that an earlier algorithm has estimated
     skip_bad: bool = False  #: leave out an update that is of no use instead of failing
     also: tuple[Algorithm, ...] = ()  #: count hits with these settings of the algorithm too
-
-
-@dataclass
-class Part:
-    """Uploads of one form that were added up, or are to be; or a single one."""
-
-    key: Hashable
-    form: Form
-    ids: list[int]
-    total: Sum
+    place: int = 0  #: among the jobs of its call
 
 
 @dataclass
@@ -67,11 +59,22 @@ class Result:
     memory: dict[int, dict[str, Any]] = field(default_factory=dict)
     rejected: dict[int, str] = field(default_factory=dict)  #: why an upload is of no use
     late: dict[int, str] = field(default_factory=dict)  #: how long a client was waited for in vain
-    loss: float = 0.0  #: summed over steps
+    losses: list[float] = field(default_factory=list)  #: of each client, summed over its steps
     steps: int = 0
     seconds: float = 0.0  #: that the work took
     bytes_up: int = 0
     bytes_extra: int = 0  #: of these beyond a model for each client
+
+    def take(self, other: Result) -> None:
+        """Take over what another job of the same call gave."""
+        self.parts += other.parts
+        self.values |= other.values
+        self.memory |= other.memory
+        self.rejected |= other.rejected
+        self.late |= other.late
+        self.losses += other.losses
+        self.steps, self.seconds = self.steps + other.steps, self.seconds + other.seconds
+        self.bytes_up, self.bytes_extra = self.bytes_up + other.bytes_up, self.bytes_extra + other.bytes_extra
 
 
 REMEDY = "lower the learning rate, or set failures.bad_update: skip"
@@ -247,6 +250,25 @@ class Worker:
         result.seconds = time.perf_counter() - began
         return result
 
+    def do_all(self, jobs: Sequence[Job], shared: tuple[Any, ...], origin: Params) -> list[Result]:
+        """Do neighbouring jobs; of those that send something to be added up, return one result for all.
+
+        They are a whole branch of the tree in which uploads are added: 2**n jobs, or fewer at the end of a call.
+        """
+        if len(jobs) == 1 or jobs[0].task != "run":
+            return [self.do(job, shared, origin) for job in jobs]
+        total = Result()
+        for done, job in enumerate(jobs, start=1):
+            total.take(self.do(job, shared, origin))
+            if not self.aggregation.each:
+                # Which branches are complete now: after 1, 2, 3, 4 jobs those of height 0, 1, 0, 2.
+                height = (len(jobs) - 1).bit_length() if done == len(jobs) else (done & -done).bit_length() - 1
+                begin = job.place >> height << height
+                total.parts = [p for p in total.parts if p.first < begin] + fold(
+                    (p for p in total.parts if p.first >= begin), height
+                )
+        return [total]
+
     def _run(self, job: Job, shared: tuple[Any, ...], origin: Params, result: Result) -> None:
         local = getattr(self.parts[job.part], job.method)
         proxy = None if job.proxy is None else job.proxy.to(self.device)
@@ -273,23 +295,20 @@ class Worker:
                 result.bytes_extra + extra(value, origin),
             )
             loss, steps = client.losses["images"] if client.losses["images"][1] else client.losses["features"]
-            result.loss, result.steps = result.loss + loss, result.steps + steps
+            result.losses.append(loss)
+            result.steps += steps
             if memory or id in job.memory:
                 result.memory[id] = memory
             if job.keys is None:
                 result.values[id] = place(value, CPU)
             else:
                 value = self.aggregation.limited(value, sent)
-                part = Part(job.keys[id], form(value), [id], value)
-                same = None if self.aggregation.each else next((p for p in result.parts if _alike(p, part)), None)
+                part = Part(job.keys[id], form(value), [id], value, job.place)
+                same = None if self.aggregation.each else next((p for p in result.parts if p.fits(part)), None)
                 if same is None:
                     result.parts.append(part)
                 else:
-                    if len(same.ids) == 1:
-                        same.total = same.total + value
-                    else:
-                        same.total += value  # in the place of the sum that is ours
-                    same.ids.append(id)
+                    same.add(part)
         for part in result.parts:
             part.total = part.total.to(CPU)
 
@@ -330,10 +349,6 @@ def network(experiment: Experiment, dataset: Dataset) -> models.Network:
         cosine=cosine,
         seed=experiment.seed,
     )
-
-
-def _alike(a: Part, b: Part) -> bool:
-    return a.key == b.key and a.form == b.form
 
 
 def _as_it_is(x: Tensor, rng: torch.Generator) -> Tensor:
