@@ -1,9 +1,10 @@
 """What a round costs beyond training, fitted and checked: `python benchmarks/cost_model.py` writes cost_model.json.
 
-beyond = fixed + per_job J + put b + fold J b, and for machines other than the driver's + fetch m b + send r b, where J
-are a round's jobs, b the model's megabytes, m the machines that fetch it, and r the jobs that run on them. Fitted to
-networks of several sizes on one raylet and on two, checked on sizes, numbers of clients and of raylets in between that
-the fit has not seen. Training itself (`time/clients`) is what the actors measure, divided by their number.
+beyond = fixed + message M + put b + fold U, and for machines other than the driver's + fetch m b + send U, where M are
+a round's messages, b the model's megabytes, U the megabytes of all answers (b of a client alone, 2 b of a sum, which is
+in double precision), and m the machines that fetch the model. Fitted to networks of several sizes on one raylet and on
+two, checked on sizes, numbers of clients and of raylets in between that the fit has not seen. Training itself
+(`time/clients`), with what an actor adds up before it answers, is what the actors measure, divided by their number.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from orchestrator.driver import Driver, split_for
 from orchestrator.experiment import Experiment
 
 ROUNDS = 7  #: measured after two that warm up
-TERMS = ("fixed", "per_job", "put", "fold", "fetch", "send")
+TERMS = ("fixed", "message", "put", "fold", "fetch", "send")
 FITTED = [(n, width, s) for n, width, s in itertools.product((1, 2), (16, 40, 64), (6, 24))]
 CHECKED = [(1, 52, 12), (2, 28, 16), (2, 52, 12), (3, 40, 12), (3, 64, 18)]
 
@@ -60,17 +61,21 @@ def measure(raylets: int, width: int, clients: int) -> dict[str, Any]:
             driver = Driver(experiment, dataset, split, pool)
             lines = [driver.advance()["metrics"] for _ in range(ROUNDS + 2)][2:]
             megabytes = driver.origin.flat.numel() * 4 / 1e6
+            waiting, messages = [range(clients)], []
+            while waiting:
+                messages.append(pool._next(waiting, [1] * clients))
             pool.close()
         finally:
             ray.shutdown()
             cluster.shutdown()
     beyond = [line["time/train"] - line["time/clients"] for line in lines]
-    away = raylets > 1
+    answers = sum(min(2, len(some)) for some in messages) * megabytes
     return {
         "raylets": raylets,
         "megabytes": megabytes,
-        "jobs": clients,
-        "terms": [1, clients, megabytes, clients * megabytes, (raylets - 1) * megabytes, away * clients * megabytes],
+        "clients": clients,
+        "messages": len(messages),
+        "terms": [1, len(messages), megabytes, answers, (raylets - 1) * megabytes, (raylets > 1) * answers],
         "beyond_s": statistics.median(beyond),
         "spread_s": [min(beyond), max(beyond)],
         "training_s": statistics.median(line["time/clients"] for line in lines),
@@ -90,8 +95,8 @@ def main() -> None:
     for point in itertools.chain(*points.values()):
         point["predicted_s"] = float(np.dot(found, point["terms"]))
         print(
-            f"{point['raylets']} raylet(s), {point['jobs']:2d} jobs, {point['megabytes']:5.1f} MB: beyond training "
-            f"{point['beyond_s']:.3f} s ({point['spread_s'][0]:.3f} to {point['spread_s'][1]:.3f}), "
+            f"{point['raylets']} raylet(s), {point['clients']:2d} clients, {point['megabytes']:5.1f} MB: beyond "
+            f"training {point['beyond_s']:.3f} s ({point['spread_s'][0]:.3f} to {point['spread_s'][1]:.3f}), "
             f"predicted {point['predicted_s']:.3f} s"
         )
     model = dict(zip(TERMS, map(float, found), strict=True))
