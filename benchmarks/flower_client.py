@@ -5,7 +5,7 @@ from functools import cache
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from task import Task
+from task import Task, has_norms
 
 client = ClientApp()
 
@@ -25,5 +25,6 @@ def train(message: Message, context: Context) -> Message:
     task, model = ready(str(asked["path"]))
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     steps = task.train(model, int(asked["client"]), int(asked["seed"]))
-    numbers = MetricRecord({"num-examples": task.size(int(asked["client"])), "steps": steps})
+    trained = task.trained(int(asked["client"]), has_norms(model))
+    numbers = MetricRecord({"num-examples": task.size(int(asked["client"])), "steps": steps, "trained": trained})
     return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": numbers}), reply_to=message)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as multiprocessing
 from meter import cpu
-from task import Task, read, write
+from task import Task, has_norms, read, write
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Report:
 
     steps: int
     samples: int
+    trained: int  #: samples without those that batch norm leaves over
     training_s: float
 
 
@@ -86,7 +87,8 @@ class Loop:
         torch.sum(self.sums, 0, out=self.weights)
         self.weights /= samples
         self.round += 1
-        return Report(sum(r.steps for r in reports), samples, max(r.training_s for r in reports))
+        steps, trained = sum(r.steps for r in reports), sum(r.trained for r in reports)
+        return Report(steps, samples, trained, max(r.training_s for r in reports))
 
     def deal(self, chosen: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         """Deal clients to processes: the largest first, each to the one that has least."""
@@ -111,14 +113,16 @@ def serve(path: str, setting: Setting, weights: torch.Tensor, total: torch.Tenso
             libc.mallopt(parameter, 1 << 30)
     task = Task(path, setting.channels_last)
     model, mine, _ = task.model(), torch.empty_like(weights), task.x
+    norms = has_norms(model)
     pipe.send(None)
     while (share := pipe.recv()) is not None:
-        began, report = time.perf_counter(), Report(0, 0, 0.0)
+        began, report = time.perf_counter(), Report(0, 0, 0, 0.0)
         total.zero_()
         for client, seed in share:
             write(model, weights)
             report.steps += task.train(model, client, seed, setting.fused)
             report.samples += task.size(client)
+            report.trained += task.trained(client, norms)
             total.add_(read(model, out=mine), alpha=task.size(client))
         report.training_s = time.perf_counter() - began
         pipe.send(report)

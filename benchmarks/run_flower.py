@@ -56,7 +56,7 @@ class Paced(FedAvg):
         moved = sum(4 * t.numel() for t in self.model.state_dict().values()) * len(replies)
         self.gate.answer(
             steps=sum(int(n["steps"]) for n in numbers),
-            samples=sum(int(n["num-examples"]) for n in numbers),
+            samples=sum(int(n["trained"]) for n in numbers),
             up=moved,
             down=moved,
         )

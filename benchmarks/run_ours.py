@@ -34,11 +34,13 @@ def main() -> None:
             return torch.cat([driver.server.model.flat, driver.server.model.buffers])
 
         while gate.opens(weights):
-            samples = int(split.counts[driver._draw(driver.plan[driver.round])].sum())
+            sizes = split.counts[driver._draw(driver.plan[driver.round])].sum(1)
+            # A last batch of one image is left out where there is batch norm.
+            left_over = (sizes % experiment.local.batch == 1).sum() if driver.origin.buffers.numel() else 0
             metrics = driver.advance()["metrics"]
             gate.answer(
                 steps=driver._steps,
-                samples=samples,
+                samples=int(sizes.sum() - left_over),
                 up=metrics["bytes/up"],
                 down=metrics["bytes/down"],
                 profile={part: metrics[f"time/{part}"] for part in ("clients", "wait", "move", "server")},

@@ -15,7 +15,7 @@ def main() -> None:
     loop = Loop(path, settings[kind])
     while gate.opens(lambda: loop.weights):
         did = loop.advance()
-        gate.answer(steps=did.steps, samples=did.samples, training_s=did.training_s)
+        gate.answer(steps=did.steps, samples=did.trained, training_s=did.training_s)
     loop.close()
 
 

@@ -65,6 +65,10 @@ class Task:
         order = torch.randperm(self.size(client), generator=torch.Generator().manual_seed(seed))
         return order[:-1] if norms and len(order) % self.batch == 1 else order
 
+    def trained(self, client: int, norms: bool) -> int:
+        """Return how many of a client's images are trained on."""
+        return len(self.order(client, 0, norms))
+
     def train(self, model: nn.Module, client: int, seed: int, fused: bool = False) -> int:
         """Train a model on a client's data for one epoch; return the number of steps."""
         optimizer = torch.optim.SGD(model.parameters(), self.lr, momentum=self.momentum, fused=fused)
