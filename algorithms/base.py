@@ -181,6 +181,7 @@ class Client(Protocol):
     rng: torch.Generator  #: randomness of this call, a function of (seed, round, call, client)
     last_stage: str  #: prefix of the names of the body's last stage
     last_block: str  #: prefix of the names of its last residual block
+    augmented: bool  #: whether training images are varied at random each time they are seen
 
     @property
     def x(self) -> Tensor:

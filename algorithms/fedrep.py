@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from algorithms.base import Card, Client, Cohort, Predictor, State, Sum, knob
 from algorithms.fedavg import FedAvg
 from algorithms.params import Params
-from algorithms.parts import alone, joined
+from algorithms.parts import alone, classifier, joined
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class FedRep(FedAvg):
 
     def local(self, client: Client, phi: Params) -> Sum:
         """Train h_k, then phi."""
-        h = client.state.own = alone(client, self.objective, phi, client.state.own, self.head_epochs)
+        h = client.state.own = classifier(client, phi, client.state.own, self.head_epochs)
         phi = alone(client, self.objective, h, phi, self.body_epochs)
         return Sum.weighted(client.n, w=joined(phi, h))
 

@@ -57,3 +57,17 @@ def alone(
         return objective(client, x, y, {**frozen, **part})
 
     return client.fit(within, epochs=epochs, lr=lr, part=part).part
+
+
+def classifier(client: Client, body: Model, head: Params, epochs: int) -> Params:
+    """Train a classifier while the body is frozen: on features made once, unless the images change with each epoch."""
+
+    def on_images(client: Client, x: Tensor, y: Tensor, head: Model) -> Tensor:
+        return client.loss(client.logits({**body, **head}, x), y)
+
+    def on_features(client: Client, h: Tensor, y: Tensor, head: Model) -> Tensor:
+        return client.loss(client.classify(head, h), y)
+
+    if client.augmented or not epochs:
+        return client.fit(on_images, epochs=epochs, head=head).head
+    return client.fit(on_features, data=(client.embed(body), client.y), epochs=epochs, head=head).head

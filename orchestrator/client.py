@@ -57,6 +57,7 @@ class Client:
             "own_counts": self.counts,
         }[self._loss.takes]
         self.last_stage, self.last_block = worker.network.last_stage, worker.network.last_block
+        self.augmented = worker.augmented
         self.rng = torch.Generator().manual_seed(seed)
         self.losses = {"images": (0.0, 0), "features": (0.0, 0)}  # summed over steps, and how many
 

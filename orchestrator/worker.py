@@ -121,8 +121,8 @@ class Worker:
         self.counts = torch.from_numpy(np.vstack([split.counts, owns])).to(device, torch.float32)  # the server's last
         self.everywhere = self.counts[: split.server_id].sum(0)
         self.mean, self.std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (dataset.mean, dataset.std))
-        named = experiment.local.augment
-        self.augment = {"none": _as_it_is, "crop_flip": self._crop_flip}[dataset.augment if named == "auto" else named]
+        named = dataset.augment if experiment.local.augment == "auto" else experiment.local.augment
+        self.augment, self.augmented = {"none": _as_it_is, "crop_flip": self._crop_flip}[named], named != "none"
         self.tests = evaluate.SortedTest(dataset.y_test, dataset.classes)
         self._memo: dict[Any, tuple[Any, Tensor]] | None = None
 

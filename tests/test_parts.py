@@ -12,7 +12,7 @@ from torch import nn
 
 from algorithms.base import Sum
 from algorithms.params import Params
-from algorithms.parts import alone, batch_norms, joined, layers, modules
+from algorithms.parts import alone, batch_norms, classifier, joined, layers, modules
 from orchestrator.client import CALL, stream
 
 NETS = {"cnn": "cnn_small", "resnet": {"name": "resnet8", "width": 4}}
@@ -254,6 +254,16 @@ def test_fedrep_without_head_epochs_is_fedbabu():
     babu = finish(begin({"fedbabu": {"finetune_epochs": 0}}, "resnet"))
     close(rep.server.model, babu.server.model)
     assert all(memory["own"] == rep.origin.head for memory in rep.memory.values())
+
+
+@pytest.mark.parametrize("augment", ["none", "crop_flip"])
+def test_a_classifier_on_features_is_one_on_images_unless_these_change(augment):
+    run = begin("fedrep", "resnet", local=LOCAL | {"augment": augment})
+    on_images = alone(client_of(run, 1), run.parts[0].objective, run.origin.body, run.origin.head, 3)
+    client = client_of(run, 1)
+    found = classifier(client, run.origin.body, run.origin.head, 3)
+    close(found, on_images)
+    assert bool(client.losses["features"][1]) == (augment == "none"), "what it was trained on"
 
 
 def test_fedrep_trains_heads_before_the_body():

@@ -1,0 +1,79 @@
+"""`python -m orchestrator.keep DIR/NAME TO`: keep what a sweep has found, without weights, small enough to share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.checkpoint import status_of, write
+from orchestrator.folder import ENDED
+from orchestrator.summary import history
+
+SWEEP = "sweep.yaml", "code.json", "summary.json", "table.md", "table.json", "report.html"
+TRIAL = "experiment.yaml", "trial.json", "status.json", "lineage.jsonl"
+ADDED_UP = "time/", "bytes/"
+
+
+def keep(sweep: Path, to: Path) -> int:
+    """Copy what can be read of the trials that have ended; return how many there are.
+
+    Reports and tables read the copy like the sweep itself, and a copy of the copy can be resumed: what has ended is not
+    run again.
+    """
+    ended = [path for path in sorted((sweep / "trials").iterdir()) if status_of(path)["status"] in ENDED]
+    for path in ended:
+        target = to / sweep.name / "trials" / path.name
+        target.mkdir(parents=True, exist_ok=True)
+        _copy(path, target, TRIAL)
+        if (path / "artifacts").is_dir():
+            (target / "artifacts").mkdir(exist_ok=True)
+            tables = [file.name for file in (path / "artifacts").iterdir() if file.suffix in (".csv", ".json")]
+            _copy(path / "artifacts", target / "artifacts", tables)
+        lines = "".join(json.dumps(line) + "\n" for line in thinned(history(path)))
+        write(target / "metrics.jsonl", lines.encode())
+    if ended:
+        _copy(sweep, to / sweep.name, SWEEP)
+    return len(ended)
+
+
+def _copy(source: Path, target: Path, names: Sequence[str]) -> None:
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def thinned(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of rounds that were scored, each with time and bytes of all rounds since the one before."""
+    spent: dict[str, float] = {}
+    for i, line in enumerate(lines):
+        for key, value in line["metrics"].items():
+            if key.startswith(ADDED_UP):
+                spent[key] = spent.get(key, 0.0) + value
+        if "time/evaluate" in line["metrics"] or i == len(lines) - 1:
+            yield {**line, "metrics": {**line["metrics"], **spent}}
+            spent = {}
+
+
+def main() -> int:
+    """Run the command; return 1 if there is nothing to keep."""
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.keep", description=__doc__)
+    parser.add_argument("directory", type=Path, metavar="DIR/NAME", help="a sweep's directory")
+    parser.add_argument("to", type=Path, metavar="TO", help="where the copy goes, under the same name")
+    options = parser.parse_args()
+    if not (options.directory / "trials").is_dir():
+        parser.error(f"{options.directory} is not a sweep's directory: it has no trials/")
+    kept = keep(options.directory.resolve(), options.to)
+    target = options.to / options.directory.resolve().name
+    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file()) / 1e6 if kept else 0.0
+    said = f"{kept} trials kept in {target} ({size:.1f} MB)" if kept else "no trial has ended yet; nothing is kept"
+    sys.stdout.write(f"{said}\n")
+    return int(not kept)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
