@@ -66,10 +66,17 @@ class Pool:
         self._load = experiment, dataset, ray.put(split)
         self._sizes = np.append(split.counts.sum(1), len(split.server))
         self.failures = experiment.failures
+        self._told = False  # those who are there hear of it with their first job: perhaps there is none
+        if not self.where and not self._starting:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Let actors get ready, new ones if there are none."""
         alive = [*self.where, *self._starting.values()]
         self.where, self._starting = {}, {}
         for actor in alive or [self._create() for _ in range(self.size)]:
             self._starting[actor.load.remote(*self._load)] = actor
+        self._told = True
 
     def places(self) -> list[dict[str, Any]]:
         """Return where the actors that are ready work: host, node, process, device."""
@@ -81,6 +88,8 @@ class Pool:
 
     def run(self, jobs: Sequence[Job], shared: Any, origin: Any) -> list[Result]:
         """Do all jobs and return their results in order, some perhaps in one."""
+        if not self._told:
+            self._tell()
         results: dict[range, list[Result]] = {}
         waiting = [range(0, len(jobs))] if jobs else []
         flying: dict[Any, tuple[range, Any, float]] = {}

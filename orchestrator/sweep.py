@@ -81,6 +81,8 @@ def run_sweep(
             return prefixes(e, checked.dataset(e).digest, device)
 
         by_id = {p.id: p for p in points}
+        if shared and not optuna and search.concurrent is None:
+            at_a_time = min(at_a_time, len(in_common()))  # whoever waits for what another trains needs no actors
         for point in wanted:
             assign(point, at_a_time)  # refuses now what can never be placed
         with View(folder, {p.id: (p.name, len(plan(p.experiment))) for p in points}, console, options.quiet) as view:
