@@ -16,6 +16,7 @@ from orchestrator.summary import history
 
 SWEEP = "sweep.yaml", "code.json", "summary.json", "table.md", "table.json", "report.html"
 TRIAL = "experiment.yaml", "trial.json", "status.json", "lineage.jsonl"
+TABLES = "*.csv", "*.json"
 ADDED_UP = "time/", "bytes/"
 
 
@@ -28,12 +29,9 @@ def keep(sweep: Path, to: Path) -> int:
     ended = [path for path in sorted((sweep / "trials").iterdir()) if status_of(path)["status"] in ENDED]
     for path in ended:
         target = to / sweep.name / "trials" / path.name
-        target.mkdir(parents=True, exist_ok=True)
         _copy(path, target, TRIAL)
-        if (path / "artifacts").is_dir():
-            (target / "artifacts").mkdir(exist_ok=True)
-            tables = [file.name for file in (path / "artifacts").iterdir() if file.suffix in (".csv", ".json")]
-            _copy(path / "artifacts", target / "artifacts", tables)
+        tables = [str(file.relative_to(path)) for kind in TABLES for file in (path / "artifacts").rglob(kind)]
+        _copy(path, target, tables)
         lines = "".join(json.dumps(line) + "\n" for line in thinned(history(path)))
         write(target / "metrics.jsonl", lines.encode())
     if ended:
@@ -44,6 +42,7 @@ def keep(sweep: Path, to: Path) -> int:
 def _copy(source: Path, target: Path, names: Sequence[str]) -> None:
     for name in names:
         if (source / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)
 
 

@@ -69,7 +69,7 @@ def plain(run, private, stages):
                 )
                 for _ in range(epochs):
                     for rows in torch.randperm(len(y), generator=order).split(local.batch):
-                        if len(rows) > 1 or not run.engine.worker.norms:
+                        if len(rows) > 1 or not model.training:  # batch norm cannot train on one image
                             sgd.zero_grad()
                             F.cross_entropy(model(x[rows]), y[rows]).backward()
                             sgd.step()
@@ -110,7 +110,9 @@ METHODS = [
 
 @pytest.mark.parametrize(("name", "knobs", "private", "stages", "averaged"), METHODS, ids=[m[0] for m in METHODS])
 def test_equals_a_plain_loop(name, knobs, private, stages, averaged):
-    run = finish(begin({name: knobs}, "resnet"))
+    # FedRep's classifiers learn from features made at once: the last digits differ, which larger steps make more of.
+    local = LOCAL | ({"lr": 0.01} if name == "fedrep" else {})
+    run = finish(begin({name: knobs}, "resnet", local=local))
     server, own = plain(run, private, stages)
     close(run.server.model, {key: server[key] if averaged(key) else run.origin[key] for key in server})
     assert set(run.memory) == set(own)
