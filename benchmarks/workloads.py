@@ -66,7 +66,7 @@ WORKLOADS = {
     ),
     "W4": Workload(
         "digits, 10 clients with one step each, ResNet-18: 45 MB of weights to move",
-        5,
+        12,
         {
             "data": {"name": "digits", "clients": 10, "alpha": 100, "imbalance": 100},
             "model": "resnet18",
