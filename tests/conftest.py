@@ -11,6 +11,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
 
 import pytest
+import torch
 
 from orchestrator import folder, summary
 from orchestrator.checkpoint import set_status, write_json
@@ -47,6 +48,15 @@ def finish(run: Driver) -> Driver:
     while not run.done:
         run.advance()
     return run
+
+
+def arrived(found: list[torch.Tensor], expected: list[torch.Tensor], start: list[torch.Tensor]) -> None:
+    """Check that training has led where it should, but for rounding: of a rectifier that just opens, or just not, each
+    further step makes more."""
+    ours, theirs, first = (torch.cat([t.detach().flatten().double() for t in ts]) for ts in (found, expected, start))
+    way, apart = float((theirs - first).norm()), float((ours - theirs).norm())
+    assert way > 0.1, "it moves"
+    assert apart < 0.01 * way, f"{apart:.2g} apart after a way of {way:.2g}"
 
 
 def sweep_here(directory: Path, text: str) -> Path:

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import driver, finish, tiny
+from conftest import arrived, driver, finish, tiny
 from torch import nn
 
 from algorithms.fedetf import FedETF
@@ -81,7 +81,7 @@ class Written(nn.Module):
         self.eval()
 
 
-def trained_alike(w, written):
+def trained_alike(w, written, run):
     """Compare all that is uploaded with the module's."""
     expected = {f"body.{n}": t for n, t in (*written.body.named_parameters(), *written.body.named_buffers())}
     if not isinstance(written.projection, nn.Identity):
@@ -91,8 +91,8 @@ def trained_alike(w, written):
     else:
         expected[BETA] = written.beta
     assert set(w) == set(expected)
-    for name, value in expected.items():
-        torch.testing.assert_close(w[name], value.detach(), rtol=1e-3, atol=1e-5)
+    start = run.server.model.body | run.server.p
+    arrived(*([tensors[name] for name in expected] for tensors in (w, expected, start)))
 
 
 def test_the_frame_is_a_simplex_of_the_size_of_the_projection():
@@ -117,7 +117,7 @@ def test_a_clients_epochs_against_modules_and_an_optimizer(net, knobs):
     sent = run.parts[0].local(client, run.server.model.body, run.server.p, run.server.V)
     written = Written(run)
     written.learn(twin, twin.batches(2), 0.05, 0.9, 1e-3)
-    trained_alike(sent.w / sent.n, written)
+    trained_alike(sent.w / sent.n, written, run)
     assert sent.n == client.n
     if not run.parts[0].dot_regression:
         assert abs(float(written.beta.detach()) - run.parts[0].temperature) > 1e-3

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import digits, driver, finish, tiny
+from conftest import arrived, digits, driver, finish, tiny
 from torch import nn
 
 from algorithms import heads
@@ -127,18 +127,19 @@ def test_a_clients_epochs_are_three_optimizers_on_one_forward_pass(net, knobs):
 
     n = client.n
     expected = Params.of(nn.ModuleDict({"body": written.body}))
-    assert not torch.allclose(expected.flat, run.server.model.body.flat, atol=1e-3)
-    assert torch.allclose((total.theta / n).flat, expected.flat, atol=1e-5)
-    assert torch.allclose((total.theta / n).buffers, expected.buffers, atol=1e-5)
-    for sent, head in ((total.psi / n, written.psi), (client.state.phi, written.phi)):
-        assert torch.allclose(sent[W], head.weight, atol=1e-5)
+    theta, before = total.theta / n, run.server.model.body
+    arrived([theta.flat], [expected.flat], [before.flat])
+    assert torch.allclose(theta.buffers, expected.buffers, rtol=0.01, atol=1e-3)
+    for sent, head, first in (
+        (total.psi / n, written.psi, run.server.psi),
+        (client.state.phi, written.phi, phi),
+    ):
         assert algorithm.heads_bias == (B in sent)
-        if algorithm.heads_bias:
-            assert torch.allclose(sent[B], head.bias, atol=1e-5)
-    assert not torch.allclose(client.state.phi[W], phi[W], atol=1e-3)
+        names = {W: head.weight} | ({B: head.bias} if algorithm.heads_bias else {})
+        arrived([sent[k] for k in names], list(names.values()), [first[k] for k in names])
     if algorithm.projection:
         assert not torch.allclose(total.psi[P] / n, torch.eye(len(total.psi[P])), atol=1e-4)
-        assert torch.allclose(total.psi[P] / n, written.P.weight, atol=1e-5)
+        arrived([total.psi[P] / n], [written.P.weight], [run.server.psi[P]])
 
 
 def test_the_server_averages_theta_and_psi_by_samples():
