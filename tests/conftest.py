@@ -50,13 +50,17 @@ def finish(run: Driver) -> Driver:
     return run
 
 
-def arrived(found: list[torch.Tensor], expected: list[torch.Tensor], start: list[torch.Tensor]) -> None:
-    """Check that training has led where it should, but for rounding: of a rectifier that just opens, or just not, each
-    further step makes more."""
+def arrived(
+    found: list[torch.Tensor], expected: list[torch.Tensor], start: list[torch.Tensor], within: float = 1e-4
+) -> None:
+    """Check that training has led where it should, within a share of the way, which is the room for rounding.
+
+    ResNets need more of it: of a rectifier before a batch norm that just opens, or just not, each step makes more.
+    """
     ours, theirs, first = (torch.cat([t.detach().flatten().double() for t in ts]) for ts in (found, expected, start))
     way, apart = float((theirs - first).norm()), float((ours - theirs).norm())
     assert way > 0.1, "it moves"
-    assert apart < 0.01 * way, f"{apart:.2g} apart after a way of {way:.2g}"
+    assert apart < within * way, f"{apart:.2g} apart after a way of {way:.2g}"
 
 
 def sweep_here(directory: Path, text: str) -> Path:

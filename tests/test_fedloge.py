@@ -128,7 +128,8 @@ def test_a_clients_epochs_are_three_optimizers_on_one_forward_pass(net, knobs):
     n = client.n
     expected = Params.of(nn.ModuleDict({"body": written.body}))
     theta, before = total.theta / n, run.server.model.body
-    arrived([theta.flat], [expected.flat], [before.flat])
+    within = 0.01 if run.engine.worker.norms else 1e-4
+    arrived([theta.flat], [expected.flat], [before.flat], within)
     assert torch.allclose(theta.buffers, expected.buffers, rtol=0.01, atol=1e-3)
     for sent, head, first in (
         (total.psi / n, written.psi, run.server.psi),
@@ -136,10 +137,10 @@ def test_a_clients_epochs_are_three_optimizers_on_one_forward_pass(net, knobs):
     ):
         assert algorithm.heads_bias == (B in sent)
         names = {W: head.weight} | ({B: head.bias} if algorithm.heads_bias else {})
-        arrived([sent[k] for k in names], list(names.values()), [first[k] for k in names])
+        arrived([sent[k] for k in names], list(names.values()), [first[k] for k in names], within)
     if algorithm.projection:
         assert not torch.allclose(total.psi[P] / n, torch.eye(len(total.psi[P])), atol=1e-4)
-        arrived([total.psi[P] / n], [written.P.weight], [run.server.psi[P]])
+        arrived([total.psi[P] / n], [written.P.weight], [run.server.psi[P]], within)
 
 
 def test_the_server_averages_theta_and_psi_by_samples():
