@@ -122,10 +122,11 @@ class ECL(Algorithm):
     def personal(self, client: Client, *view: Any) -> Predictor:
         """Predict with the retrained global model and the experts together."""
         w, own = view[0], client.state
+        retrained, experts = w | own.head, [w | v for v in own.experts]
         scales = [self.scale(classifier(v), classifier(own.head)) for v in own.experts]
 
         def predict(x: Tensor) -> Tensor:
-            zbar = (s * client.logits(w | v, x) for s, v in zip(scales, own.experts, strict=True))
-            return self.aggregate(client.logits(w | own.head, x), zbar, own.owner)
+            zbar = (s * client.logits(v, x) for s, v in zip(scales, experts, strict=True))
+            return self.aggregate(client.logits(retrained, x), zbar, own.owner)
 
         return predict

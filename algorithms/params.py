@@ -67,7 +67,7 @@ class Params(Mapping[str, Tensor]):
 
     def __or__(self, other: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this model with some tensors taken from another, ready to predict with; nothing is copied."""
-        return {**self, **other}
+        return {**self._named(), **(other._named() if isinstance(other, Params) else other)}
 
     def replace(self, other: Mapping[str, Tensor]) -> Params:
         """Return a copy in which the tensors that `other` names are taken from it."""

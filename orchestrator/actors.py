@@ -19,7 +19,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from algorithms.params import Params
 from orchestrator.data import Split
 from orchestrator.experiment import Experiment
-from orchestrator.worker import ClientFailed, Job, Result, Worker, claim
+from orchestrator.jobs import Job, Result
+from orchestrator.worker import ClientFailed, Worker, claim
 
 BUNDLES = 2  #: messages to each actor in which a call would be sent if all were of the size of the first
 START_S = 900.0  #: a pool with no live actor for this long gives up; a new machine in a cloud takes minutes
@@ -59,6 +60,7 @@ class Pool:
         self.restarts = 0
         self.where: dict[Any, dict[str, Any]] = {}  # ready actors
         self._starting: dict[Any, Any] = {}  # future of load() -> actor
+        self._answer_s, self._job_s = 0.0, 0.0  # what it takes to receive an answer and to do a job, as seen lately
 
     def load(self, experiment: Experiment, dataset: Any, split: Split) -> None:
         """Make all actors serve an experiment; the data set is a reference into the object store."""
@@ -107,7 +109,10 @@ class Pool:
                     continue
                 some, actor, _ = flying.pop(future)
                 try:
+                    began = time.perf_counter()
                     results[some] = ray.get(future)
+                    self._answer_s += (time.perf_counter() - began - self._answer_s) / 8
+                    self._job_s += (sum(r.seconds for r in results[some]) / len(some) - self._job_s) / 8
                     idle.append(actor)
                 except RayTaskError as error:
                     raise error.cause if isinstance(error.cause, ClientFailed) else error from None
@@ -129,7 +134,7 @@ class Pool:
         Each is a whole branch of the tree in which uploads are added up, so that the actor can do so.
         """
         left = sum(map(len, waiting))
-        most = 1 if self.failures.client_timeout_s else max(1, left // (BUNDLES * self.size))
+        most = 1 if self.failures.client_timeout_s else max(1, left // (BUNDLES * self.size), self._fewest(len(work)))
         while large := [some for some in waiting if len(some) > most]:
             for some in large:
                 half = some.start + (1 << (len(some) - 1).bit_length() - 1)
@@ -137,6 +142,12 @@ class Pool:
                 waiting += range(some.start, half), range(half, some.stop)
         waiting.sort(key=lambda some: (sum(work[some.start : some.stop]), -some.start))
         return waiting.pop()
+
+    def _fewest(self, jobs: int) -> int:
+        """Return of how many jobs bundles must be, or answers would come faster than the driver can receive them."""
+        wanted = self.size * self._answer_s / self._job_s if self._job_s else 0.0
+        wanted = min(wanted, jobs / self.size)  # but nobody should be idle for that
+        return 1 << math.ceil(math.log2(wanted)) if wanted > 1 else 1
 
     def close(self) -> None:
         """End all actors."""

@@ -101,7 +101,8 @@ class Client:
 
     def logits(self, w: Model, x: Tensor, tap: Tap | None = None) -> Tensor:
         """Return the whole model's logits of images."""
-        return self.worker.head(w, self.features(w, x, tap))
+        with self.worker.tapped(tap):
+            return self.worker.logits(w, x)
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the experiment's loss with its prior."""

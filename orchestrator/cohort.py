@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from orchestrator.driver import Driver
 
 
-JOBS = 64  #: a call is cut into at most this many jobs, whoever runs them
+JOBS = 1024  #: a call is cut into at most this many jobs, whoever runs them: more than there are actors
 TALLEST = (JOBS - 1).bit_length()  #: height of the tree in which their uploads are added
 
 

@@ -23,12 +23,13 @@ from orchestrator.data import Dataset, Split, split
 from orchestrator.evaluate import Scores, SortedTest
 from orchestrator.experiment import Experiment
 from orchestrator.gate import form, strangers
+from orchestrator.jobs import Job, Result
 from orchestrator.plan import Turn, plan
 from orchestrator.privacy import epsilon
 from orchestrator.scoring import portraits_of, score
 from orchestrator.uploads import Part, fold
 from orchestrator.values import CPU, own, place, size
-from orchestrator.worker import REMEDY, ClientFailed, Job, Result, Worker, network
+from orchestrator.worker import REMEDY, ClientFailed, Worker, network
 
 
 def data_key(experiment: Experiment) -> str:

@@ -24,17 +24,11 @@ from orchestrator.plan import Turn, plan
 
 FORMAT = 1
 LARGEST = 10 * 2**30  #: bytes that the cache may keep; what was used least recently goes first
+#: Files that compute something.
 ENGINE = (
-    "client",
-    "worker",
-    "values",
-    "cohort",
-    "driver",
-    "evaluate",
-    "scoring",
-    "gate",
-    "plan",
-)  #: files
+    "client", "worker", "jobs", "uploads", "values", "cohort",
+    "driver", "evaluate", "scoring", "gate", "plan", "privacy", "experiment",
+)  # fmt: skip
 SCORES = ("generic/", "personal/", "validation/", "time/evaluate")  #: metrics that an evaluation adds
 
 
@@ -82,9 +76,10 @@ def prefixes(experiment: Experiment, digest: str, device: str = "cpu") -> list[P
     return found
 
 
-def versions() -> dict[str, str]:
+@cache
+def versions() -> Mapping[str, str]:
     """Return the libraries on whose versions the bits depend."""
-    return {name: version(name) for name in ("torch", "numpy")}
+    return {name: version(name) for name in ("torch", "numpy", "scikit-learn")}
 
 
 def _told(part: Algorithm, i: int, turns: Sequence[Turn], every: int) -> tuple[Any, Any]:

@@ -15,8 +15,8 @@ from algorithms.base import Algorithm, Model, State
 from algorithms.portraits import Sitting, portraits
 from orchestrator.cohort import cut
 from orchestrator.evaluate import Scores
+from orchestrator.jobs import Job
 from orchestrator.values import CPU, place
-from orchestrator.worker import Job
 
 if TYPE_CHECKING:
     from orchestrator.driver import Driver

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,57 +24,9 @@ from orchestrator.client import CALL, MEMORY, STRAGGLER, Client, stream
 from orchestrator.data import Dataset, Split
 from orchestrator.experiment import Experiment
 from orchestrator.gate import fault, form
+from orchestrator.jobs import Job, Result
 from orchestrator.uploads import Part, fold
 from orchestrator.values import CPU, extra, models_in, place, size
-
-
-@dataclass(frozen=True)
-class Job:
-    """A client method to run on some clients: all that a worker needs to know besides the shared values."""
-
-    task: str  #: "run" a client method, "predict" with the generic model, "count" hits, or take "moments"
-    part: int  #: which algorithm of the chain
-    method: str
-    ids: tuple[int, ...]
-    round: int = 0
-    call: int = 0  #: how many calls this round has made before
-    lr: float = 0.0
-    progress: float = 0.0  #: share of the phase's rounds that are over, for losses that change
-    memory: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  #: a client not in it starts afresh
-    keys: Mapping[int, Hashable] | None = None  #: add up by these; without keys each client's value is returned
-    each: Mapping[int, Any] | None = None  #: one more argument for each client
-    proxy: Tensor | None = None  #: the class prior that an earlier algorithm has estimated
-    skip_bad: bool = False  #: leave out an update that is of no use instead of failing
-    also: tuple[Algorithm, ...] = ()  #: count hits with these settings of the algorithm too
-    place: int = 0  #: among the jobs of its call
-
-
-@dataclass
-class Result:
-    """What a job gives back."""
-
-    parts: list[Part] = field(default_factory=list)
-    values: dict[int, Any] = field(default_factory=dict)
-    memory: dict[int, dict[str, Any]] = field(default_factory=dict)
-    rejected: dict[int, str] = field(default_factory=dict)  #: why an upload is of no use
-    late: dict[int, str] = field(default_factory=dict)  #: how long a client was waited for in vain
-    losses: list[float] = field(default_factory=list)  #: of each client, summed over its steps
-    steps: int = 0
-    seconds: float = 0.0  #: that the work took
-    bytes_up: int = 0
-    bytes_extra: int = 0  #: of these beyond a model for each client
-
-    def take(self, other: Result) -> None:
-        """Take over what another job of the same call gave."""
-        self.parts += other.parts
-        self.values |= other.values
-        self.memory |= other.memory
-        self.rejected |= other.rejected
-        self.late |= other.late
-        self.losses += other.losses
-        self.steps, self.seconds = self.steps + other.steps, self.seconds + other.seconds
-        self.bytes_up, self.bytes_extra = self.bytes_up + other.bytes_up, self.bytes_extra + other.bytes_extra
-
 
 REMEDY = "lower the learning rate, or set failures.bad_update: skip"
 
@@ -147,15 +98,20 @@ class Worker:
         if self._memo is not None:
             for module, _ in self.norms:
                 module.eval()
-            # While predicting, what weights make of x is shared by all who share these; held, so that keys stay unique.
-            key = piece, x.data_ptr(), *((t.data_ptr(), t._version) for t in weights.values())
-            if key not in self._memo:
-                self._memo[key] = (x, *weights.values()), self._call(piece, weights, x)
-            return self._memo[key][1]
+            return self._once(piece, x, weights.values(), lambda: self._call(piece, weights, x))
         for module, name in self.norms:
             if name in w:
                 module.training = w[name].requires_grad
         return self._call(piece, weights, x)
+
+    def _once(self, what: str, x: Tensor, weights: Iterable[Tensor], make: Callable[[], Tensor]) -> Tensor:
+        """While predicting, share what weights make of x among all who share these."""
+        assert self._memo is not None
+        weights = list(weights)
+        key = what, x.data_ptr(), *((t.data_ptr(), t._version) for t in weights)
+        if key not in self._memo:
+            self._memo[key] = (x, *weights), make()  # held, so that keys stay unique
+        return self._memo[key][1]
 
     def _call(self, piece: str, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
         if self._channels_last:
@@ -163,6 +119,13 @@ class Worker:
             weights = {n: t.clone(memory_format=torch.channels_last) if t.dim() == 4 else t for n, t in weights.items()}
             x = x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if x.dim() == 4 else x
         return functional_call(self._pieces[piece], weights, (x,))  # type: ignore[arg-type, no-any-return]
+
+    def logits(self, w: Model, x: Tensor) -> Tensor:
+        """Return the whole model's logits of images."""
+        if self._memo is None:
+            return self.head(w, self.features(w, x))
+        weights = (w[name] for piece in ("body", "head") for name, _ in self._names[piece])
+        return self._once("logits", x, weights, lambda: self.head(w, self.features(w, x)))
 
     def head(self, w: Model, h: Tensor, each: bool = False) -> Tensor:
         """Return the head's logits of features, or those of each expert."""

@@ -1,5 +1,7 @@
 """Work that runs have in common is done once, and nobody can tell from the result."""
 
+import subprocess
+import sys
 import typing
 
 import pytest
@@ -9,7 +11,7 @@ from test_every_algorithm import QUICK
 import algorithms
 from orchestrator.checkpoint import RunDirectory, fingerprint
 from orchestrator.driver import Driver
-from orchestrator.prefixes import Cache, prefixes
+from orchestrator.prefixes import ENGINE, Cache, prefixes
 
 
 def keys(experiment):
@@ -135,6 +137,17 @@ def test_keys_know_data_versions_and_code(monkeypatch):
     assert prefixes(chain(), "a", device="cuda")[0].key != one
     monkeypatch.setattr("orchestrator.prefixes.code", lambda kinds: "other")
     assert prefixes(chain(), "a")[0].key != one
+
+
+#: Modules that read, write and arrange: what they hand over is in the key already.
+ARRANGING = {"checkpoint", "expressions", "fields", "schedulers", "space", "table_file", "yaml_file"}
+
+
+def test_every_module_that_computes_is_in_the_key():
+    ask = "import sys, orchestrator.driver; print(*(m for m in sys.modules if m.startswith('orchestrator.')))"
+    found = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.split()
+    modules = {name.split(".")[1] for name in found}
+    assert modules - ARRANGING - {"models", "data"} == set(ENGINE)  # of these two packages every file is in it
 
 
 def test_a_damaged_prefix_is_not_used(tmp_path):

@@ -87,3 +87,21 @@ def test_messages_are_whole_branches_and_cover_every_job_once(jobs, actors):
         assert len(some) == 1 << height or some.stop == jobs
     assert all(len(some) <= max(1, jobs // (BUNDLES * actors)) for some in messages)
     assert len(messages[-1]) == 1
+
+
+def test_large_answers_come_no_faster_than_they_are_received():
+    """64 actors do a job in a quarter of a second; to receive an answer takes a fifth, then less."""
+    pool = Pool(64, 1.0, 0.0)
+    pool.failures = Failures()
+    pool._answer_s, pool._job_s = 0.2, 0.25
+
+    def messages(jobs):
+        waiting = [range(jobs)]
+        while waiting:
+            yield pool._next(waiting, [1] * jobs)
+
+    assert [len(some) for some in messages(1024)] == [16] * 64  # wanted are 51, but then only 20 would have work
+    pool._answer_s = 0.01  # 64 answers take as long as 2.56 jobs
+    assert min(len(some) for some in messages(1024)) == 4
+    pool._answer_s = 0.001
+    assert min(len(some) for some in messages(1024)) == 1
