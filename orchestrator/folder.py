@@ -91,15 +91,16 @@ def create(folder: Path, trial: Trial, dataset: Dataset, partition: str) -> None
 
 def commit(folder: Path, sweep: Sweep, trials: Sequence[Trial]) -> None:
     """Write down the code that runs and sweep.yaml, last of all: a directory with it is complete and may be resumed."""
-    if not (folder / "code.json").exists():
-        write_json(folder / "code.json", code_of(trials))
+    path = folder / "code.json"
+    begun = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    write_json(path, {**code_of(trials), **begun})
     write(folder / "sweep.yaml", dump_sweep(filled_in(sweep)).encode())
 
 
 def code_of(trials: Sequence[Trial]) -> dict[str, str]:
     """Return what computes the trials: source files by their hash, libraries by their version."""
     kinds = {type(part) for trial in trials for part in trial.experiment.chain().parts}
-    return versions() | sources(sorted(kinds, key=lambda kind: kind.__name__))
+    return {**versions(), **sources(sorted(kinds, key=lambda kind: kind.__name__))}
 
 
 def differences(folder: Path, trials: Sequence[Trial], file: Path | None) -> list[str]:

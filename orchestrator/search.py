@@ -25,11 +25,13 @@ class Feeder(Searcher):  # type: ignore[misc]
         assign: Callable[[Trial, int], dict[str, Any]],
         cache: Cache | None,
         prefixes: Callable[[Trial], Sequence[Prefix]],
+        ended: Callable[[Trial], bool],
     ) -> None:
         super().__init__()
         self.waiting, self.at_a_time, self.assign = list(waiting), at_a_time, assign
-        self.cache, self.prefixes = cache, prefixes
+        self.cache, self.prefixes, self.ended = cache, prefixes, ended
         self.live: dict[str, Trial] = {}
+        self.alike: dict[str, list[Trial]] = {}  # those that a live trial finishes too
 
     def suggest(self, trial_id: str) -> Any:
         """Return the next trial's configuration, None if it has to wait, FINISHED if there is none."""
@@ -41,8 +43,19 @@ class Feeder(Searcher):  # type: ignore[misc]
         # Whoever works while all others wait for it gets the whole cluster.
         alone = len(ready) == 1 and not self.live
         self.waiting.remove(ready[0])
-        self.live[trial_id] = ready[0]
-        return self.assign(ready[0], 1 if alone else self.at_a_time)
+        self.live[trial_id], self.alike[trial_id] = ready[0], self._take_alike(ready[0])
+        config = self.assign(ready[0], 1 if alone else self.at_a_time)
+        config["job"]["alike"] = [trial.id for trial in self.alike[trial_id]]
+        return config
+
+    def _take_alike(self, chosen: Trial) -> list[Trial]:
+        """Take the waiting trials that train the same to the end and only predict otherwise."""
+        if self.cache is None:
+            return []
+        key = self.prefixes(chosen)[-1].key
+        alike = [trial for trial in self.waiting if self.prefixes(trial)[-1].key == key]
+        self.waiting = [trial for trial in self.waiting if trial not in alike]
+        return alike
 
     def _ready(self) -> list[Trial]:
         """Return the waiting trials that could start now, side by side, without doing the same work twice."""
@@ -62,8 +75,9 @@ class Feeder(Searcher):  # type: ignore[misc]
         return {prefix.key for prefix in self.prefixes(trial) if not self.cache.holds(prefix)}
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Note that a trial no longer runs, whatever became of it."""
+        """Note that a trial no longer runs, whatever became of it; what it should have finished too waits again."""
         self.live.pop(trial_id, None)
+        self.waiting = [trial for trial in self.alike.pop(trial_id, []) if not self.ended(trial)] + self.waiting
 
     def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any) -> bool:
         """Accept that Tune names the metric; trials are chosen without it."""
@@ -121,9 +135,10 @@ class Proposer(Feeder):
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Tell Optuna what a proposal was worth, once all its seeds have ended."""
-        ended = self.live.pop(trial_id, None)
+        ended = [self.live[trial_id], *self.alike[trial_id]] if trial_id in self.live else []
+        super().on_trial_complete(trial_id, result, error)
         for asked, trials in self.proposals:
-            if ended in trials:
+            if any(trial in trials for trial in ended):
                 self._judge(asked, trials)
 
     def _ask(self) -> Any:

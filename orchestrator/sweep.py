@@ -62,17 +62,7 @@ def run_sweep(
         def assign(point: Point, concurrent: int) -> dict[str, Any]:
             own = {path: value for path, value in point.params.items() if varied(path)}
             got = asdict(share(point.experiment, nodes, concurrent, here))
-            train_alike = in_common().get(beginnings(point.id)[-1].key, ()) if shared and point.id in by_id else ()
-            alike = [id for id in train_alike if id != point.id]
-            return {"job": {"trial": point.id, "share": got, "values": own, "alike": alike}}
-
-        @remember
-        def in_common() -> dict[str, list[str]]:
-            """Group the trials that train the same to the end."""
-            groups: dict[str, list[str]] = {}
-            for point in left:
-                groups.setdefault(beginnings(point.id)[-1].key, []).append(point.id)
-            return groups
+            return {"job": {"trial": point.id, "share": got, "values": own, "alike": []}}
 
         @remember
         def beginnings(id: str) -> list[Prefix]:
@@ -82,7 +72,8 @@ def run_sweep(
 
         by_id = {p.id: p for p in points}
         if shared and not optuna and search.concurrent is None:
-            at_a_time = min(at_a_time, len(in_common()))  # whoever waits for what another trains needs no actors
+            trained = {beginnings(p.id)[-1].key for p in left}
+            at_a_time = min(at_a_time, len(trained))  # whoever only predicts otherwise needs no actors
         for point in wanted:
             assign(point, at_a_time)  # refuses now what can never be placed
         with View(folder, {p.id: (p.name, len(plan(p.experiment))) for p in points}, console, options.quiet) as view:
@@ -99,6 +90,7 @@ def run_sweep(
                 "assign": assign,
                 "cache": shared,
                 "prefixes": lambda point: beginnings(point.id),
+                "ended": lambda point: status_of(folder / "trials" / point.id)["status"] in ENDED,
             }
             if optuna:
                 feeder: Feeder | None = Proposer(sweep, points, begin, lambda p: scored(folder, search, p), **feeding)
@@ -198,8 +190,11 @@ class Reporter(tune.Callback):  # type: ignore[misc]
                 set_status(path, otherwise, error=error)
             except CheckpointError as full:  # told when Tune is done: it would answer with its own traceback
                 self.unwritten = full
-        self.drawing.submit(self._show, id)
-        self.view.status(id, status_of(path)["status"].lower())
+        for each in (id, *trial.config["job"]["alike"]):
+            status = status_of(self.folder / "trials" / each)["status"]
+            if each == id or status in ENDED:
+                self.drawing.submit(self._show, each)
+                self.view.status(each, status.lower())
 
     def _show(self, id: str) -> None:
         """Draw the pictures of a trial that has ended, then let MLflow have all of it."""

@@ -33,6 +33,8 @@ MOST_ALIKE = 64  #: settings that are scored in one go
 class Trial(tune.Trainable):  # type: ignore[misc]
     """One experiment as a Tune trial; a step is what lies between two evaluations."""
 
+    config: dict[str, Any]
+
     def setup(
         self,
         config: dict[str, Any],
@@ -105,12 +107,32 @@ class Trial(tune.Trainable):  # type: ignore[misc]
             first = next((turn.number for turn in driver.plan if turn.phase.scored), 0)
             if not driver.done and driver.plan[driver.round].number == first and "time/evaluate" in line["metrics"]:
                 break
-        if driver.done and self.pool is not None:
-            save(driver, self.path / "artifacts" / "models")
-            facts = {"restarts": self.pool.restarts, "actors": self.pool.places()}
-            set_status(self.path, "FINISHED", fingerprint=driver.fingerprint(), **facts)
-            self._release()
+        if driver.done:
+            self._finish(driver)
+            self._finish_others()
         return {**driver.history[-1]["metrics"], "round": driver.round, "done": driver.done}
+
+    def _finish(self, driver: Driver) -> None:
+        """Write down what is left when all rounds have been run."""
+        assert self.pool is not None
+        save(driver, self.path / "artifacts" / "models")
+        facts = {"restarts": self.pool.restarts, "actors": self.pool.places()}
+        set_status(self.path, "FINISHED", fingerprint=driver.fingerprint(), **facts)
+        self._release()
+
+    def _finish_others(self) -> None:
+        """Finish the trials that only predict otherwise: all that they lack is to be written down."""
+        config, driver = self.config, self.driver
+        for id in config["job"]["alike"]:
+            self.config = {**config, "job": {**config["job"], "trial": id, "alike": [], "values": {}}}
+            try:
+                other = self._open()
+                if other.done:
+                    self._finish(other)
+            except Exception:  # on its own it tells what is wrong
+                set_status(self.path, "WAITING")
+                self._release()
+        self.config, self.driver = config, driver
 
     def _keep_best(self, driver: Driver, line: Mapping[str, Any]) -> None:
         """Keep the models of the best round by the sweep's metric, besides those of the last one."""
@@ -168,7 +190,9 @@ class Trial(tune.Trainable):  # type: ignore[misc]
     def _alike(self, digest: str, device: str) -> dict[str, Algorithm]:
         """Return the settings of waiting trials that train what this one trains and only predict otherwise."""
         found: dict[str, Algorithm] = {}
-        for id in self.config["job"]["alike"] if self.cache else ():
+        if not self.prefixes or RunDirectory(self.path).saved_round == self.prefixes[-1].turn:
+            return found  # nothing is left to score
+        for id in self.config["job"]["alike"]:
             experiment = read_back(self.folder / "trials" / id)
             scored_by = prefixes(experiment, digest, device)[-1].scored_by
             if scored_by != self.prefixes[-1].scored_by:

@@ -32,7 +32,7 @@ search: {metric: generic/acc}
 experiment:
   data: {name: digits, clients: 6, imbalance: 5}
   local: {lr: !grid [0.05, 0.1], batch: 16}
-  rounds: 15
+  rounds: 60
   clients_per_round: 3
   evaluate: {every: 5}
   failures: {checkpoint_s: 0}
@@ -62,7 +62,7 @@ def test_a_sweep_that_is_stopped_after_two_of_six_trials(tmp_path, scratch, chan
     common = ["--out", out, "--num-cpus", 2]
     with started(file, *common, scratch=scratch) as process:
         until(lambda: sum(status(trials / id) == "FINISHED" for id in TRIALS) >= 2, process)
-        time.sleep(chance.uniform(0, 3) if signum == signal.SIGKILL else 0)
+        time.sleep(chance.uniform(0, 2) if signum == signal.SIGKILL else 0)
         if signum == signal.SIGKILL:
             os.killpg(process.pid, signum)
         else:

@@ -31,12 +31,16 @@ experiment:
 
 
 def feeder(tmp_path, text, at_a_time, share=True):
-    trials = space.trials(sweep(text))
-    cache = Cache(tmp_path) if share else None
+    trials, ended = space.trials(sweep(text)), set()
     made = Feeder(
-        trials, at_a_time, lambda t, n: {"trial": t.id, "of": n}, cache, lambda t: prefixes(t.experiment, "d")
+        trials,
+        at_a_time,
+        assign=lambda t, n: {"job": {"trial": t.id, "of": n}},
+        cache=Cache(tmp_path) if share else None,
+        prefixes=lambda t: prefixes(t.experiment, "d"),
+        ended=lambda t: t.id in ended,
     )
-    return made, {t.id: t for t in trials}
+    return made, {t.id: t for t in trials}, ended
 
 
 def leave(tmp_path, trial, phases):
@@ -47,37 +51,40 @@ def leave(tmp_path, trial, phases):
         (folder / "entry.json").write_text("{}")
 
 
+def job(trial, of, *alike):
+    return {"job": {"trial": trial, "of": of, "alike": list(alike)}}
+
+
 def test_trials_wait_for_the_one_that_does_their_common_work(tmp_path):
-    feed, trials = feeder(tmp_path, SHARED, at_a_time=3)
-    first = feed.suggest("a")
-    assert first == {"trial": "0000", "of": 1}, "alone, it gets the whole cluster"
+    feed, trials, ended = feeder(tmp_path, SHARED, at_a_time=3)
+    assert feed.suggest("a") == job("0000", 1, "0001"), "alone, it gets the whole cluster"
     assert feed.suggest("b") is None
     leave(tmp_path, trials["0000"], 1)  # phase I is there: other numbers of experts may begin
-    assert feed.suggest("b") == {"trial": "0002", "of": 3}
-    assert feed.suggest("c") is None, "0001 shares its experts with 0000, 0003 with 0002"
+    assert feed.suggest("b") == job("0002", 3, "0003"), "what only predicts otherwise goes with it"
+    assert feed.suggest("c") is None
     leave(tmp_path, trials["0000"], 2)
+    ended |= {"0000", "0001"}
     feed.on_trial_complete("a")
-    assert feed.suggest("c") == {"trial": "0001", "of": 3}
+    assert feed.suggest("c") is None, "0001 has been finished with it"
     leave(tmp_path, trials["0002"], 2)
+    ended |= {"0002"}
     feed.on_trial_complete("b")
-    assert feed.suggest("d")["trial"] == "0003"
+    assert feed.suggest("c") == job("0003", 1), "what was not finished with it is fed on its own"
     feed.on_trial_complete("c")
-    assert feed.suggest("e") == FINISHED or feed.live
-    feed.on_trial_complete("d")
-    assert feed.suggest("e") == FINISHED
+    assert feed.suggest("d") == FINISHED
 
 
 def test_after_a_failure_another_one_does_the_common_work(tmp_path):
-    feed, _ = feeder(tmp_path, SHARED, at_a_time=2)
+    feed, _, _ = feeder(tmp_path, SHARED, at_a_time=2)
     feed.suggest("a")
     feed.on_trial_complete("a", error=True)
-    assert feed.suggest("b")["trial"] == "0001"
+    assert feed.suggest("b") == job("0001", 1)
     assert feed.suggest("c") is None
 
 
 def test_without_sharing_nobody_waits(tmp_path):
-    feed, _ = feeder(tmp_path, SHARED, at_a_time=3, share=False)
-    assert [feed.suggest(x)["trial"] for x in "abc"] == ["0000", "0001", "0002"]
+    feed, _, _ = feeder(tmp_path, SHARED, at_a_time=3, share=False)
+    assert [feed.suggest(x)["job"]["trial"] for x in "abc"] == ["0000", "0001", "0002"]
     assert feed.suggest("d") is None, "three at a time"
 
 
@@ -104,9 +111,10 @@ class Search:
             create=lambda t: self.made.__setitem__(t.id, t),
             score=lambda t: (t.id in self.done, self.done.get(t.id)),
             at_a_time=1,
-            assign=lambda t, n: {"trial": t.id},
+            assign=lambda t, n: {"job": {"trial": t.id}},
             cache=None,
             prefixes=lambda t: [],
+            ended=lambda t: t.id in self.done,
         )
 
     def worth(self, trial):
@@ -117,7 +125,7 @@ class Search:
 
     def run(self, most=10**6):
         while most and (config := self.proposer.suggest(f"t{len(self.done)}")) != FINISHED and config is not None:
-            id, most = config["trial"], most - 1
+            id, most = config["job"]["trial"], most - 1
             self.done[id] = self.worth(self.made[id])
             self.proposer.on_trial_complete(f"t{len(self.done) - 1}")
         return [(t.id, t.params) for t in self.made.values()]

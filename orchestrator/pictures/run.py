@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -88,16 +90,29 @@ def _pictures(run: Run, reference: Run | None) -> Iterator[Drawn]:
         )
         yield Drawn("shots", caption, figure)
     if run.counts is not None:
-        yield Drawn("labels", "Which labels each client has; the area is the number of samples.", labels(run.counts))
-        yield Drawn("long_tail", "Samples of each class over all clients, the largest first.", long_tail(run.counts))
+        bubbles, curve = _of_split(run.counts.shape, run.counts.tobytes(), run.counts.dtype.str)
+        yield Drawn("labels", "Which labels each client has; the area is the number of samples.", bubbles)
+        yield Drawn("long_tail", "Samples of each class over all clients, the largest first.", curve)
     for stem, data in run.figures.items():
-        from algorithms.pictures import from_json
-
         try:
-            picture = from_json(data)
-            yield Drawn(f"own-{stem}", f"{picture.title}. {picture.note}".strip(), draw_declared(picture))
+            yield Drawn(f"own-{stem}", *_own(json.dumps(data, sort_keys=True)))
         except ValueError as error:
             run.notes.append(f"the picture {stem} is not shown: {error}")
+
+
+# Trials of a sweep often have these in common, and most of their time would go into drawing them again.
+@lru_cache(maxsize=8)
+def _of_split(shape: tuple[int, ...], data: bytes, kind: str) -> tuple[Figure, Figure]:
+    counts = np.frombuffer(data, kind).reshape(shape)
+    return labels(counts), long_tail(counts)
+
+
+@lru_cache(maxsize=16)
+def _own(data: str) -> tuple[str, Figure]:
+    from algorithms.pictures import from_json
+
+    picture = from_json(json.loads(data))
+    return f"{picture.title}. {picture.note}".strip(), draw_declared(picture)
 
 
 def _has(rows: Sequence[Any], *columns: str) -> bool:

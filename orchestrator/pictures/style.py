@@ -6,7 +6,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ def roomy(height: float = 2.6) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
+@lru_cache(maxsize=32)
 @styled
 def svg(figure: Figure) -> str:
     """Return a figure as SVG, the same bytes for the same figure."""
