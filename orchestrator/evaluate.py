@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from algorithms.base import Predictor
     from algorithms.params import Params
     from orchestrator.client import Client
-    from orchestrator.worker import Job, Result, Worker
+    from orchestrator.jobs import Job, Result
+    from orchestrator.worker import Worker
 
 BLOCK = 256  #: test images per forward pass
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
@@ -181,8 +182,9 @@ class Scores:
         self.generic, self.personal = generic, personal
 
     def tables(self) -> dict[str, list[dict[str, Any]]]:
-        """Return what is told per class and per client."""
-        return {"per_class": self.per_class(), "per_client": self.per_client()}
+        """Return what is told per class, per client, and per class of a client."""
+        of_both = self.per_client_class()
+        return {"per_class": self.per_class(), "per_client": self.per_client(), "per_client_class": of_both}
 
     def per_class(self) -> list[dict[str, Any]]:
         """Return a table with a row per class."""
@@ -215,6 +217,18 @@ class Scores:
             }
             for i, k in enumerate(self.clients)
         ]
+
+    def per_client_class(self) -> list[dict[str, Any]]:
+        """Return a table with a row for each class that a client owns, from which any mix of tests can be weighed."""
+        if self.personal is None:
+            return []
+        rows = []
+        for i, k in enumerate(self.clients.tolist()):
+            for c in np.flatnonzero((self.split.counts[k] > 0) & (self.test > 0)).tolist():
+                acc, masked = (float(self.personal[i, what, c] / self.test[c]) for what in (OWNED, MASKED))
+                counts = {"train": int(self.split.counts[k, c]), "test": int(self.matched[i, c])}
+                rows.append({"client": k, "class": c, **counts, "acc": acc, "acc_masked": masked})
+        return rows
 
     def _dist(self, among: Sequence[int] | IntArray | slice = slice(None)) -> list[float]:
         """Return each client's accuracy on its own, distribution-matched test images of some classes."""

@@ -14,7 +14,7 @@ from orchestrator.checkpoint import status_of, write
 from orchestrator.folder import ENDED
 from orchestrator.summary import history
 
-SWEEP = "sweep.yaml", "code.json", "summary.json", "table.md", "table.json", "report.html"
+SWEEP = "sweep.yaml", "code.json", "summary.json", "table.md", "table.json"
 TRIAL = "experiment.yaml", "trial.json", "status.json", "lineage.jsonl"
 TABLES = "*.csv", "*.json"
 ADDED_UP = "time/", "bytes/"
@@ -35,7 +35,9 @@ def keep(sweep: Path, to: Path) -> int:
         lines = "".join(json.dumps(line) + "\n" for line in thinned(history(path)))
         write(target / "metrics.jsonl", lines.encode())
     if ended:
-        _copy(sweep, to / sweep.name, SWEEP)
+        # Not report.html: it is large, names the places of this machine, and can be written again from the copy.
+        pictures = [str(file.relative_to(sweep)) for file in (sweep / "pictures").glob("*.svg")]
+        _copy(sweep, to / sweep.name, [*SWEEP, *pictures])
     return len(ended)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from orchestrator.data import DataError, load
 from orchestrator.experiment import Experiment, InputError, Sweep, dump_sweep, filled_in, read
 from orchestrator.space import Trial
 from orchestrator.space import trials as expand
-from orchestrator.table_file import Table
+from orchestrator.table_file import Cell, Table
 from orchestrator.table_report import Report, outcome
 from orchestrator.yaml_file import Open
 
@@ -32,6 +32,9 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("file", type=tune.path, help="a sweep with a table, as in search_spaces/tables")
     parser.add_argument("--budget", type=_share, default=1.0, metavar="F", help="this share of rounds and seeds only")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="run cells with this in row or column; repeatable"
+    )
     parser.add_argument("--show", action="store_true", help="run nothing, show what is there")
     tune.add_where(parser)
     return parser
@@ -65,10 +68,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
     name = folder.stem(options.file) + (f"-budget{options.budget:g}" if options.budget < 1 else "")
     directory, trials = options.out.resolve() / name, expand(sweep)
     _same(directory, sweep)
-    missing = _missing(trials, download=not options.show)
+    asked = _wanted(sweep, trials, options.only)
+    missing = _missing(trials, set() if options.show else {data_of(t.experiment) for t in trials if t.id in asked})
     code = 0
     if not options.show:
-        here = [trial for trial in trials if data_of(trial.experiment) not in missing]
+        here = [trial for trial in trials if trial.id in asked and data_of(trial.experiment) not in missing]
         code = _run(directory, sweep, here, options)
         if code == 2:
             return code
@@ -147,17 +151,34 @@ def _place(trial: Trial) -> tuple[Any, Any]:
 # Running --------------------------------------------------------------------------------------------------------------
 
 
+def trials_of(sweep: Sweep, trials: Sequence[Trial]) -> list[tuple[Cell, list[Trial]]]:
+    """Return the trials of every cell; a cell that is not run has none, and several may share some."""
+    assert isinstance(sweep.table, Table)
+    known = {trial.experiment.model_dump_json(): trial for trial in trials}
+    of = [[known[trial.experiment.model_dump_json()] for trial in expand(variant)] for variant in sweep.variants()]
+    return [(cell, [] if cell.case is None else of[cell.case]) for cell in sweep.table.cells]
+
+
+def _wanted(sweep: Sweep, trials: Sequence[Trial], only: Sequence[str]) -> set[str]:
+    """Return the trials of the cells whose row or column holds each of the texts."""
+    cells = [(f"{cell.row}\n{cell.column}", own) for cell, own in trials_of(sweep, trials)]
+    for text in only:
+        if not (cells := [(name, own) for name, own in cells if text in name]):
+            raise InputError([f"--only {text}: no row or column that is left has this in its name"])
+    return {trial.id for _, own in cells for trial in own}
+
+
 def data_of(experiment: Experiment) -> tuple[str, str | None]:
     """Return what a data set goes by."""
     return experiment.data.name, experiment.data.root
 
 
-def _missing(trials: Sequence[Trial], download: bool) -> dict[tuple[str, str | None], str]:
-    """Return the data sets that are not here, and what to do about it."""
+def _missing(trials: Sequence[Trial], wanted: Collection[tuple[str, str | None]]) -> dict[tuple[str, str | None], str]:
+    """Return the data sets that are not here, and what to do about it; those that are wanted may be downloaded."""
     found = {}
     for name, root in dict.fromkeys(data_of(trial.experiment) for trial in trials):
         try:
-            load(name, root, download=download)
+            load(name, root, download=(name, root) in wanted)
         except DataError as error:
             found[name, root] = str(error)
     return found
@@ -194,14 +215,10 @@ def report(
 ) -> Report:
     """Read what is there of every cell."""
     assert isinstance(sweep.table, Table)
-    trials, variants = expand(sweep), sweep.variants()
-    ids = {trial.experiment.model_dump_json(): trial.id for trial in trials}
-    of = [[trial.experiment for trial in expand(variant)] for variant in variants]
-    outcomes = []
-    for cell in sweep.table.cells:
-        experiments = [] if cell.case is None else of[cell.case]
-        own = {id: directory / "trials" / id for id in (ids[e.model_dump_json()] for e in experiments)}
-        reasons = [missing[data_of(e)] for e in experiments if data_of(e) in missing]
+    trials, outcomes = expand(sweep), []
+    for cell, some in trials_of(sweep, trials):
+        own = {trial.id: directory / "trials" / trial.id for trial in some}
+        reasons = [missing[data] for trial in some if (data := data_of(trial.experiment)) in missing]
         outcomes.append(outcome(cell, sweep.table.published, own, (reasons or [""])[0], budget))
     return Report(sweep.table, tuple(outcomes), _budget(expand(whole), trials, budget) if budget < 1 else "")
 

@@ -82,6 +82,10 @@ def test_tables():
     client = made.per_client()[2]
     assert (client["train"], client["classes"], client["test"], client["acc_dist"]) == (2, 1, 0, None)
     assert client["acc_owned"] == 0.5
+    pairs = {(row["client"], row["class"]): row for row in made.per_client_class()}
+    assert pairs.keys() == {(k, c) for k, c in zip(*np.nonzero(made.split.counts), strict=True)}
+    assert (pairs[1, 1]["acc"], pairs[1, 1]["acc_masked"]) == (0.4, 0.6)
+    assert pairs[1, 1]["train"] == made.split.counts[1, 1]
 
 
 def test_blocks_are_of_one_class_and_cover_the_test_set():

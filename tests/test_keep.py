@@ -46,6 +46,17 @@ def test_only_what_has_ended_is_kept_and_the_command_says_how_much(finished_swee
     assert "it has no trials/" in wrong.stderr
 
 
+def test_pictures_are_kept_and_no_place_of_this_machine(finished_sweep, tmp_path):
+    sweep = shutil.copytree(finished_sweep, tmp_path / "methods")
+    (sweep / "pictures").mkdir(exist_ok=True)
+    (sweep / "pictures" / "rounds.svg").write_text("<svg/>")
+    (sweep / "report.html").write_text(f"<p>{sweep}/trials/0000</p>")
+    keep(sweep, tmp_path / "kept")
+    assert (tmp_path / "kept" / "methods" / "pictures" / "rounds.svg").read_text() == "<svg/>"
+    for path in (tmp_path / "kept").rglob("*.*"):
+        assert not path.is_file() or str(sweep).encode() not in path.read_bytes(), path
+
+
 def test_a_line_stands_for_the_rounds_before_it(finished_sweep):
     lines = history(finished_sweep / "trials" / "0000")
     for line in lines[:-1]:

@@ -22,7 +22,7 @@ from orchestrator.data import load
 from orchestrator.experiment import InputError, dump_sweep, filled_in, read
 from orchestrator.plan import plan
 from orchestrator.space import trials
-from orchestrator.table import main, reduced
+from orchestrator.table import _wanted, main, reduced
 from orchestrator.table_file import Cell, Published, Reading, Table
 from orchestrator.table_report import Outcome, Report, claims, classifier, measure, outcome
 
@@ -92,6 +92,11 @@ METHODS = {
 }
 
 
+def seeds(path, column):
+    """Return how many seeds a column is run with."""
+    return 1 if path.stem == "fedloge_6" or (path.stem == "mupfl_2" and "IF=100, α=0.5" not in column) else 3
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_each_cell_is_one_published_number_and_the_trials_that_its_labels_name(path):
     sweep = sweep_of(path)
@@ -113,7 +118,7 @@ def test_each_cell_is_one_published_number_and_the_trials_that_its_labels_name(p
             assert {cell.row, cell.column} & set(printed["left_out"])
             continue
         experiments, labels = of[cell.case], f"{cell.row} | {cell.column}"
-        assert len({e.seed for e in experiments}) == len(experiments) == (1 if path.stem == "fedloge_6" else 3)
+        assert len({e.seed for e in experiments}) == len(experiments) == seeds(path, cell.column)
         for e in experiments:
             assert e.model_dump_json() in known
             for pattern, name in DATA.items():
@@ -236,7 +241,8 @@ def test_a_periodic_decay_is_scaled_and_nothing_falls_below_a_few_rounds():
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_every_table_can_be_run_at_a_small_budget(path):
     small = trials_of(path, 0.01)
-    assert len(small) * (1 if path.stem == "fedloge_6" else 3) == len(trials_of(path))
+    whole = {t.experiment.model_copy(update={"seed": 0}).model_dump_json() for t in trials_of(path)}
+    assert len(small) == len(whole), "one seed of each"
     assert all(t.experiment.rounds <= 25 for t in small)
 
 
@@ -302,15 +308,12 @@ def test_norms_and_angles_of_a_classifier(tmp_path):
     [
         ([0.53], "reproduced"),  # three points
         ([0.5301], "differs, not explained"),
-        ([0.47, 0.46], "differs, not explained"),  # 46.5 with a deviation of 0.71
-        ([0.40, 0.52], "reproduced"),  # 46 with a deviation of 8.49
-        ([0.60, 0.70, 0.80], "differs, not explained"),  # 70 with a deviation of exactly 10 would do, 20 points off
+        ([0.47, 0.46], "differs, not explained"),
+        ([0.43, 0.51], "reproduced"),  # 47
+        ([0.59, 0.58, 0.10], "differs, not explained"),  # one of three has collapsed: far apart is not near
     ],
 )
-def test_reproduced_is_three_points_or_two_deviations(tmp_path, scores, mark):
-    if scores[-1] == 0.80:
-        assert judged(tmp_path / "at", scores).mark == "reproduced"
-        scores = [0.601, 0.70, 0.80]
+def test_reproduced_is_three_points(tmp_path, scores, mark):
     found = judged(tmp_path, scores)
     assert found.mark == mark
     assert found.ours == pytest.approx(100 * mean(scores))
@@ -494,6 +497,18 @@ def test_trials_whose_data_come_later_join_the_others(tmp_path, monkeypatch):
         before.items()
         <= {path.parent.name: path.read_bytes() for path in folder.glob("trials/*/metrics.jsonl")}.items()
     )
+
+
+def test_a_part_of_a_table_is_asked_for_by_its_labels():
+    path = FOLDER / "mupfl_2.yaml"
+    sweep, every = sweep_of(path), trials_of(path)
+    asked = _wanted(sweep, every, ["Fashion-MNIST, IF=100, α=1.0", "FedRep"])
+    found = [trial.experiment for trial in every if trial.id in asked]
+    assert {(e.data.name, e.data.imbalance, e.data.alpha) for e in found} == {("fashion_mnist", 100, 1)}
+    assert {e.chain().parts[0].name for e in found} == {"fedrep"}
+    assert _wanted(sweep, every, []) == {trial.id for trial in every}
+    with pytest.raises(InputError, match="--only FedDyn: no row or column"):
+        _wanted(sweep, every, ["CIFAR-10", "FedDyn"])
 
 
 def test_a_table_that_cannot_run_here_says_why(tmp_path, capsys):
