@@ -20,7 +20,7 @@ from typing import Any
 import commands
 import numpy as np
 import peers
-import results
+import ratios
 import torch
 from meter import Contender, Round
 from task import Task
@@ -165,7 +165,7 @@ def main() -> None:
                     found["command"] = commands.run(workload, folder)
             found["machine"] = machine()
             asked.out.write_text(json.dumps(found, indent=1))
-            asked.out.with_suffix(".md").write_text(results.markdown(found))
+            asked.out.with_suffix(".md").write_text(ratios.markdown(found))
     print(f"written: {asked.out.with_suffix('.md')}")
 
 

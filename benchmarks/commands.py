@@ -75,8 +75,16 @@ def sweep(folder: Path) -> dict[str, Any]:
     }
     together = seconds(folder, "together", tree | {"seed": f"!grid {list(range(16))}"}, "search: {concurrent: 2}")
     single = [seconds(folder, f"single{seed}", tree | {"seed": seed}) for seed in range(BY_HAND)]
-    post_hoc = tree | {"algorithm": ["fedavg", {"ecl": {"expert_logit_weight": 0.5}}]}
-    one = seconds(folder, "one", post_hoc)
-    values = f"!grid {[round(i / 15, 3) for i in range(16)]}"
-    many = seconds(folder, "many", post_hoc | {"algorithm": ["fedavg", {"ecl": {"expert_logit_weight": values}}]})
-    return {"together_s": together, "single_s": single, "post_hoc_one_s": one, "post_hoc_many_s": many}
+    values: tuple[Any, str] = 0.5, f"!grid {[round(i / 15, 3) for i in range(16)]}"
+    post_hoc = {
+        rounds: [
+            seconds(
+                folder,
+                f"{name}{rounds}",
+                tree | {"algorithm": ["fedavg", {"ecl": {"expert_logit_weight": value}}], "rounds": rounds},
+            )
+            for name, value in zip(("one", "many"), values, strict=True)
+        ]
+        for rounds in (20, 100)
+    }
+    return {"together_s": together, "single_s": single, "post_hoc_s": post_hoc}

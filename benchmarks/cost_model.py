@@ -28,6 +28,7 @@ from orchestrator.data import load
 from orchestrator.driver import Driver, split_for
 from orchestrator.experiment import Experiment
 
+STORE = 3 * 10**9  #: bytes of shared memory of each raylet
 ROUNDS = 7  #: measured after two that warm up
 TERMS = ("fixed", "message", "put", "fold", "fetch", "send")
 FITTED = [(n, width, s) for n, width, s in itertools.product((1, 2), (16, 40, 64), (6, 24))]
@@ -48,11 +49,13 @@ def measure(raylets: int, width: int, clients: int) -> dict[str, Any]:
         }
     )
     with tempfile.TemporaryDirectory(prefix="fedtail-", ignore_cleanup_errors=True) as folder:
-        head = {"num_cpus": 2 if raylets == 1 else 0, "include_dashboard": False, "temp_dir": folder}
+        # Ray's clusters for tests have stores of 150 MB: what does not fit waits for two seconds.
+        store: dict[str, Any] = {"object_store_memory": STORE}
+        head = {"num_cpus": 2 if raylets == 1 else 0, "include_dashboard": False, "temp_dir": folder} | store
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             for _ in range(raylets - 1):
-                cluster.add_node(num_cpus=2 / (raylets - 1))
+                cluster.add_node(num_cpus=2 / (raylets - 1), **store)
             ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
             dataset = load("digits")
             split = split_for(experiment, dataset)

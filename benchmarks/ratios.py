@@ -82,8 +82,12 @@ def sweep(found: dict[str, Any]) -> list[str]:
     return [
         f"Sixteen trials, two at a time: {16 * 3600 / found['together_s']:.0f} trials per hour, "
         f"{by_hand / found['together_s']:.2f} times those of one command after another.",
-        f"Sixteen values of a post-hoc hyperparameter: {found['post_hoc_many_s'] / found['post_hoc_one_s']:.2f} times "
-        "one run.",
+        "Sixteen values of a hyperparameter that only touches predictions: "
+        + ", ".join(
+            f"{many / one:.2f} times one run of {rounds} rounds ({one:.0f} s)"
+            for rounds, (one, many) in found["post_hoc_s"].items()
+        )
+        + ".",
     ]
 
 
