@@ -68,15 +68,18 @@ def _by_client(configuration: Configuration, metric: str) -> dict[Any, float]:
 def t_test(best: Configuration, other: Configuration, metric: str) -> Paired:
     """Compare the means of the seeds that both have, by a paired t-test."""
     a, b = _by_seed(best, metric), _by_seed(other, metric)
-    common = [key for key in a if key in b]
-    differences = [a[key] - b[key] for key in common]
-    if len(common) < FEWEST_SEEDS:
-        return Paired(len(common), None)
-    if len(set(differences)) == 1:  # without spread there is nothing to test by
-        return Paired(len(common), 1.0 if differences[0] == 0 else None)
-    from scipy.stats import ttest_rel
+    return paired_t([a[key] - b[key] for key in a if key in b])
 
-    return Paired(len(common), float(ttest_rel([a[k] for k in common], [b[k] for k in common]).pvalue))
+
+def paired_t(differences: Sequence[float]) -> Paired:
+    """Test whether differences between pairs are of mean zero."""
+    if len(differences) < FEWEST_SEEDS:
+        return Paired(len(differences), None)
+    if len(set(differences)) == 1:  # without spread there is nothing to test by
+        return Paired(len(differences), 1.0 if differences[0] == 0 else None)
+    from scipy.stats import ttest_1samp
+
+    return Paired(len(differences), float(ttest_1samp(differences, 0.0).pvalue))
 
 
 def signed_rank(best: Configuration, other: Configuration, metric: str) -> Paired:

@@ -31,6 +31,7 @@ def arguments() -> argparse.ArgumentParser:
         description="Run what a paper's table lacks, and show our numbers beside the published ones.",
     )
     parser.add_argument("file", type=tune.path, help="a sweep with a table, as in search_spaces/tables")
+    parser.add_argument("--preset", metavar="NAME", help="one of the file's presets: other settings than the paper's")
     parser.add_argument("--budget", type=_share, default=1.0, metavar="F", help="this share of rounds and seeds only")
     parser.add_argument(
         "--only", action="append", default=[], metavar="TEXT", help="run cells with this in row or column; repeatable"
@@ -60,12 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Run the trials that are lacking and whose data are here, then show and write the table."""
-    whole = read(options.file)
+    whole = read(options.file, preset=options.preset)
     if whole.table is None:
         text = "has no key 'table' beside 'experiment'; run it by python -m orchestrator.tune"
         raise InputError([f"{options.file}: {text}"])
     sweep = reduced(whole, options.budget)
-    name = folder.stem(options.file) + (f"-budget{options.budget:g}" if options.budget < 1 else "")
+    name = folder.stem(options.file) + (f"-{options.preset}" if options.preset else "")
+    name += f"-budget{options.budget:g}" if options.budget < 1 else ""
     directory, trials = options.out.resolve() / name, expand(sweep)
     _same(directory, sweep)
     asked = _wanted(sweep, trials, options.only)
@@ -76,7 +78,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         code = _run(directory, sweep, here, options)
         if code == 2:
             return code
-    found = report(directory, sweep, whole, missing, options.budget)
+    found = report(directory, sweep, missing, *_otherwise(options, whole, trials))
     if directory.is_dir() or not options.show:
         directory.mkdir(parents=True, exist_ok=True)
         write(directory / "table.md", found.markdown().encode())
@@ -128,14 +130,19 @@ def _reduced(tree: Mapping[str, Any], budget: float) -> dict[str, Any]:
     return tree
 
 
-def _budget(whole: Sequence[Trial], less: Sequence[Trial], budget: float) -> str:
-    """Say what a budget leaves."""
-    rounds = {f"{b.experiment.rounds} of {a.experiment.rounds}" for a, b in _paired(whole, less)}
-    seeds = [len({trial.experiment.seed for trial in trials}) for trials in (less, whole)]
-    return (
-        f"Reduced budget {budget:g}: {', '.join(sorted(rounds))} rounds and {seeds[0]} of {seeds[1]} seeds, "
-        "so no cell claims to reproduce anything."
-    )
+def _otherwise(options: argparse.Namespace, whole: Sweep, less: Sequence[Trial]) -> tuple[str, str]:
+    """Say in a word and in a sentence how settings are not the paper's; nothing where they are."""
+    words, said = [], []
+    if options.preset:
+        words, said = ["other settings"], [f"Preset {options.preset}, not the paper's settings"]
+    if options.budget < 1:
+        more = expand(whole)
+        rounds = {f"{b.experiment.rounds} of {a.experiment.rounds}" for a, b in _paired(more, less)}
+        seeds = [len({trial.experiment.seed for trial in trials}) for trials in (less, more)]
+        words.append("reduced budget")
+        of = f"{', '.join(sorted(rounds))} rounds and {seeds[0]} of {seeds[1]} seeds"
+        said.append(f"Reduced budget {options.budget:g}: {of}")
+    return ", ".join(words), f"{'; '.join(said)}, so no cell claims to reproduce anything." if said else ""
 
 
 def _paired(whole: Sequence[Trial], less: Sequence[Trial]) -> list[tuple[Trial, Trial]]:
@@ -211,16 +218,21 @@ def _run(directory: Path, sweep: Sweep, trials: Sequence[Trial], options: argpar
 
 
 def report(
-    directory: Path, sweep: Sweep, whole: Sweep, missing: Mapping[tuple[str, str | None], str], budget: float
+    directory: Path,
+    sweep: Sweep,
+    missing: Mapping[tuple[str, str | None], str],
+    otherwise: str = "",
+    settings: str = "",
 ) -> Report:
     """Read what is there of every cell."""
     assert isinstance(sweep.table, Table)
-    trials, outcomes = expand(sweep), []
-    for cell, some in trials_of(sweep, trials):
+    outcomes = []
+    for cell, some in trials_of(sweep, expand(sweep)):
         own = {trial.id: directory / "trials" / trial.id for trial in some}
         reasons = [missing[data] for trial in some if (data := data_of(trial.experiment)) in missing]
-        outcomes.append(outcome(cell, sweep.table.published, own, (reasons or [""])[0], budget))
-    return Report(sweep.table, tuple(outcomes), _budget(expand(whole), trials, budget) if budget < 1 else "")
+        seeds = {trial.id: trial.experiment.seed for trial in some}
+        outcomes.append(outcome(cell, sweep.table.published, own, (reasons or [""])[0], otherwise, seeds))
+    return Report(sweep.table, tuple(outcomes), settings)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ import torch
 from rich.table import Table as Grid
 
 from orchestrator.checkpoint import RunDirectory, status_of
+from orchestrator.comparison import paired_t
 from orchestrator.summary import describe_trial, history
 from orchestrator.table_file import CLASSIFIER, Cell, Published, Reading, Table
 
-SCHEMA = 1
+SCHEMA = 2
 POINTS = 3.0  #: points of accuracy that count as the same
 
 
@@ -30,11 +31,17 @@ class Outcome:
     mark: str
     reason: str = ""
     trials: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()  #: of the values, where they are known
 
     @property
     def ours(self) -> float | None:
         """The mean over seeds."""
         return mean(self.values) if self.values else None
+
+    @property
+    def by_seed(self) -> dict[int, float]:
+        """The value of each seed, where seeds are known."""
+        return dict(zip(self.seeds, self.values, strict=False))
 
     @property
     def spread(self) -> float | None:
@@ -74,25 +81,36 @@ def classifier(trial: Path) -> dict[str, float]:
     return dict(zip(CLASSIFIER, (f(t).item() for t in (norms, angles) for f in (torch.mean, torch.var)), strict=True))
 
 
-def outcome(cell: Cell, published: Published, trials: Mapping[str, Path], missing: str, budget: float) -> Outcome:
-    """Judge a cell by its trials, of which those that have not begun have no directory."""
+def outcome(
+    cell: Cell,
+    published: Published,
+    trials: Mapping[str, Path],
+    missing: str = "",
+    otherwise: str = "",
+    seeds: Mapping[str, int] | None = None,
+) -> Outcome:
+    """Judge a cell by its trials, of which those that have not begun have no directory.
+
+    `missing` says why trials cannot run here, `otherwise` in a word how they are not as the paper's.
+    """
     if cell.reading is None:
         label = cell.row if cell.row in published.left_out else cell.column
         return Outcome(cell, (), "not run here", published.left_out[label])
     ended = {id: path for id, path in trials.items() if path.is_dir() and status_of(path)["status"] == "FINISHED"}
     accuracy = cell.reading.reaches is None and cell.reading.metric not in CLASSIFIER
     scale = 100.0 if accuracy and published.unit == "percent" else 1.0
-    found = [measure(path, cell.reading) for path in ended.values()]
-    values = tuple(scale * value for value in found if value is not None)
-    told: dict[str, Any] = {"cell": cell, "values": values, "trials": tuple(ended)}
+    found = {id: measure(path, cell.reading) for id, path in ended.items()}
+    values = {id: scale * value for id, value in found.items() if value is not None}
+    told: dict[str, Any] = {"cell": cell, "values": tuple(values.values()), "trials": tuple(ended)}
+    told["seeds"] = tuple(seeds[id] for id in values) if seeds else ()
     if not ended and missing:
         return Outcome(**told, mark="not run here", reason=missing)
     if len(ended) < len(trials):
         failed = any(path.is_dir() and status_of(path)["status"] == "FAILED" for path in trials.values())
         mark = "failed" if failed else "unfinished" if ended else "not run yet"
         return Outcome(**told, mark=mark, reason=f"{len(ended)} of {len(trials)} trials have finished" * bool(ended))
-    if budget < 1:
-        return Outcome(**told, mark="reduced budget")
+    if otherwise:
+        return Outcome(**told, mark=otherwise)
     if len(values) < len(found):
         never = "never got there" if cell.reading.reaches is not None else f"does not report {cell.reading.metric}"
         return Outcome(**told, mark="differs", reason=f"{len(found) - len(values)} of {len(found)} trials {never}")
@@ -143,20 +161,58 @@ def claims(table: Table, outcomes: Sequence[Outcome]) -> list[Claim]:
     return found
 
 
+@dataclass(frozen=True)
+class Duel:
+    """The paper's best method against another: by how much it is better here, line by line and seed by seed."""
+
+    best: str
+    other: str
+    ahead: tuple[float, ...]
+
+    def __str__(self) -> str:
+        """Say it in a sentence."""
+        won, test = sum(d > 0 for d in self.ahead), paired_t(self.ahead)
+        p = "too few for a test" if test.p is None else f"p = {test.p:.2g} (paired t-test)"
+        return f"{self.best} over {self.other}: {mean(self.ahead):+.2f}, ahead in {won} of {len(self.ahead)} pairs, {p}"
+
+
+def duels(table: Table, outcomes: Sequence[Outcome]) -> list[Duel]:
+    """Set the paper's best method of every line against each other one, in pairs of the same seed."""
+    ahead: dict[tuple[str, str], list[float]] = {}
+    for group in table.compared.values():
+        for line in table.published.columns if table.by_rows else table.published.rows:
+            ran = _ran(table, outcomes, group, line)
+            best = max(ran, key=lambda method: _sign(ran[method]) * (ran[method].cell.published or 0.0), default="")
+            for method in ran.keys() - {best}:
+                ours, theirs = ran[best].by_seed, ran[method].by_seed
+                pairs = [_sign(ran[best]) * (ours[seed] - theirs[seed]) for seed in ours if seed in theirs]
+                ahead.setdefault((best, method), []).extend(pairs)
+    return [Duel(*methods, tuple(pairs)) for methods, pairs in sorted(ahead.items()) if pairs]
+
+
 def _scores(
     table: Table, outcomes: Sequence[Outcome], group: Sequence[str], line: str
 ) -> dict[str, tuple[float, float]]:
     """Return the published number and ours of each method in one line; more is better, so rounds count negative."""
-    scores = {}
+    return {
+        method: (_sign(o) * (o.cell.published or 0.0), _sign(o) * (o.ours or 0.0))
+        for method, o in _ran(table, outcomes, group, line).items()
+    }
+
+
+def _sign(o: Outcome) -> int:
+    return -1 if o.cell.reading is not None and o.cell.reading.reaches is not None else 1
+
+
+def _ran(table: Table, outcomes: Sequence[Outcome], group: Sequence[str], line: str) -> dict[str, Outcome]:
+    """Return the outcome of each method of a line for which there are both numbers."""
+    found = {}
     for o in outcomes:
         method, place = (o.cell.row, o.cell.column) if table.by_rows else (o.cell.column, o.cell.row)
-        reading = o.cell.reading
-        if method not in group or place != line or reading is None or reading.metric in CLASSIFIER:
-            continue
-        if o.cell.published is not None and o.ours is not None:
-            sign = 1 if reading.reaches is None else -1
-            scores[method] = sign * o.cell.published, sign * o.ours
-    return scores
+        compared = method in group and place == line and o.cell.reading and o.cell.reading.metric not in CLASSIFIER
+        if compared and o.cell.published is not None and o.values:
+            found[method] = o
+    return found
 
 
 # In words -------------------------------------------------------------------------------------------------------------
@@ -168,7 +224,7 @@ class Report:
 
     table: Table
     outcomes: tuple[Outcome, ...]
-    budget: str  #: how rounds and seeds were scaled down; empty: they were not
+    settings: str  #: how they are not the paper's; empty: they are
 
     @property
     def caption(self) -> list[str]:
@@ -181,7 +237,7 @@ class Report:
             "In a cell: ours (mean ± standard deviation over seeds); published (ours minus published); a mark.",
             f"reproduced: {self._rule}.",
         ]
-        return [*lines, *([self.budget] if self.budget else []), *filter(None, (published.note, self.table.note))]
+        return [*lines, *([self.settings] if self.settings else []), *filter(None, (published.note, self.table.note))]
 
     @property
     def _rule(self) -> str:
@@ -206,6 +262,7 @@ class Report:
     def tail(self) -> list[str]:
         """Lines below the table."""
         order = [f"Order of methods, {claim}." for claim in claims(self.table, self.outcomes)]
+        order += [f"Over lines and seeds, {duel}." for duel in duels(self.table, self.outcomes)]
         return [self.counts + ".", *order, *(f"[{i}] {note}" for i, note in enumerate(self.notes, 1))]
 
     def _grid(self, break_: str) -> list[list[str]]:
@@ -258,7 +315,7 @@ class Report:
             "table": self.table.published.table,
             "unit": self.table.published.unit,
             "caption": self.caption,
-            "reduced_budget": self.budget,
+            "settings": self.settings,
             "cells": [
                 {
                     "row": o.cell.row,
@@ -268,7 +325,8 @@ class Report:
                     "ours": o.ours,
                     "spread": o.spread,
                     "difference": o.difference,
-                    "seeds": len(o.values),
+                    "values": o.values,
+                    "seeds": o.seeds,
                     "mark": o.mark,
                     "reason": o.reason,
                     "trials": list(o.trials),
@@ -276,4 +334,5 @@ class Report:
                 for o in self.outcomes
             ],
             "order": [asdict(c) for c in claims(self.table, self.outcomes)],
+            "duels": [{**asdict(d), "p": paired_t(d.ahead).p} for d in duels(self.table, self.outcomes)],
         }

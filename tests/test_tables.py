@@ -3,8 +3,10 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import mean, stdev
@@ -24,7 +26,7 @@ from orchestrator.plan import plan
 from orchestrator.space import trials
 from orchestrator.table import _wanted, main, reduced
 from orchestrator.table_file import Cell, Published, Reading, Table
-from orchestrator.table_report import Outcome, Report, claims, classifier, measure, outcome
+from orchestrator.table_report import Outcome, Report, claims, classifier, duels, measure, outcome
 
 FOLDER = Path(search_spaces.__file__).with_name("tables")
 FILES = sorted(path for path in FOLDER.glob("*.yaml") if path.stem != "published")
@@ -279,10 +281,10 @@ def cell(published=50.0, **reading):
     return Cell("r", "c", published, 0, Reading.model_validate({"metric": "generic/acc"} | reading))
 
 
-def judged(tmp_path, scores, published=50.0, budget=1.0, missing="", wanted=None, table=None, **reading):
+def judged(tmp_path, scores, published=50.0, otherwise="", missing="", wanted=None, table=None, **reading):
     paths = {f"{i:04d}": finished(tmp_path / f"{i:04d}", [v]) for i, v in enumerate(scores)}
     paths |= {f"{i:04d}": tmp_path / f"{i:04d}" for i in range(len(scores), wanted or 0)}
-    return outcome(cell(published, **reading), table or printed(), paths, missing, budget)
+    return outcome(cell(published, **reading), table or printed(), paths, missing, otherwise)
 
 
 def test_what_is_read_off_a_trial(tmp_path):
@@ -327,27 +329,25 @@ def test_the_unit_of_the_paper_decides_what_a_point_is(tmp_path):
     assert judged(tmp_path / "b", [0.531], 0.5, table=share).mark == "differs, not explained"
     number = printed(unit="number", within={"c": 10}, rows={"r": [62]})
     paths = {"0000": finished(tmp_path / "c" / "0000", [0.1] * 51 + [0.33])}
-    found = outcome(cell(62.0, reaches=0.33), number, paths, "", 1.0)
+    found = outcome(cell(62.0, reaches=0.33), number, paths)
     assert (found.ours, found.difference, found.mark) == (52, -10, "reproduced")
-    never = outcome(cell(62.0, reaches=0.5), number, paths, "", 1.0)
+    never = outcome(cell(62.0, reaches=0.5), number, paths)
     assert (never.ours, never.mark, never.reason) == (None, "differs", "1 of 1 trials never got there")
 
 
 def test_other_marks(tmp_path):
     assert judged(tmp_path / "a", [0.9], because="of this").reason == "of this"
     assert judged(tmp_path / "a2", [0.9], because="of this").mark == "differs"
-    assert judged(tmp_path / "b", [0.5], budget=0.1).mark == "reduced budget"
+    assert judged(tmp_path / "b", [0.5], otherwise="reduced budget").mark == "reduced budget"
     assert judged(tmp_path / "c", [0.5], None).mark == "no published number"
     assert judged(tmp_path / "d", [], wanted=2).mark == "not run yet"
     assert judged(tmp_path / "e", [], wanted=2, missing="get it").mark == "not run here"
     half = judged(tmp_path / "f", [0.5], wanted=2)
     assert (half.mark, half.reason, half.ours) == ("unfinished", "1 of 2 trials have finished", 50)
     paths = {"0000": finished(tmp_path / "g", [0.5], "FAILED")}
-    assert outcome(cell(), printed(), paths, "", 1.0).mark == "failed"
+    assert outcome(cell(), printed(), paths).mark == "failed"
     left_out = printed(left_out={"c": "never"})
-    assert outcome(Cell("r", "c", 50.0), left_out, {}, "", 1.0) == Outcome(
-        Cell("r", "c", 50.0), (), "not run here", "never"
-    )
+    assert outcome(Cell("r", "c", 50.0), left_out, {}) == Outcome(Cell("r", "c", 50.0), (), "not run here", "never")
 
 
 def table_of(numbers, groups=None, **reading):
@@ -375,6 +375,24 @@ def test_the_order_of_methods():
     numbers = {"x, a": (1, 1.0), "x, b": (2, 2.0), "y, a": (9, 9.0), "y, b": (8, 9.5)}
     apart = claims(*table_of(numbers, groups))
     assert [(c.where, c.best, c.ours, c.agreed) for c in apart] == [("x, c", "b", "b", 1), ("y, c", "a", "b", 0)]
+
+
+def test_the_best_method_is_set_against_each_other_one_in_pairs_of_the_same_seed():
+    table, outcomes = table_of({"a": (10, 30.0), "b": (20, 10.0), "best": (40, 25.0), "d": (50, None)})
+    ours = {"a": {0: 30.0, 1: 32.0, 2: 31.0}, "b": {0: 20.0, 7: 1.0}, "best": {0: 31.0, 1: 35.0, 2: 33.0, 3: 0.0}}
+    outcomes = [
+        replace(o, seeds=tuple(own), values=tuple(own.values())) if (own := ours.get(o.cell.row)) else o
+        for o in outcomes
+    ]
+    over_a, over_b = duels(table, outcomes)
+    assert (over_a.best, over_a.other, over_a.ahead) == ("best", "a", (1.0, 3.0, 2.0))
+    # t = mean / (deviation / sqrt(n)) = 2 / (1 / sqrt(3)) with two degrees of freedom
+    assert "best over a: +2.00, ahead in 3 of 3 pairs, p = 0.074 (paired t-test)" in str(over_a)
+    assert (over_b.other, over_b.ahead) == ("b", (11.0,)), "only seeds that both have"
+    assert "too few for a test" in str(over_b)
+    slow = table_of({"slow": (83, 80.0), "fast": (62, 70.0)}, reaches=0.33)
+    (fast,) = duels(slow[0], [replace(o, seeds=(0,)) for o in slow[1]])
+    assert (fast.best, fast.ahead) == ("fast", (10.0,)), "fewer rounds are better"
 
 
 def test_a_report_in_markdown():
@@ -468,6 +486,18 @@ def test_a_table_from_end_to_end(tmp_path, capsys):
     assert cells["FedAvg-FT", "here, PM"]["mark"] == "reproduced"
     first = [claim for claim in record["order"] if claim["where"] == "here, GM"]
     assert [claim["pairs"] for claim in first] == [1]
+
+    # As a preset of the whole table: its own directory, and no claims.
+    smaller = "presets: {small: {experiment: {rounds: 5, evaluate: {every: 2}, seed: 0}, table: {note: smaller}}}\n"
+    (tmp_path / "toy.yaml").write_text(TOY + smaller)
+    shutil.copytree(out / "toy", out / "toy-small")
+    for left in ("sweep.yaml", "code.json"):  # by which it is known as the other one
+        (out / "toy-small" / left).unlink()
+    capsys.readouterr()
+    assert main([file, "--preset", "small", "--show", "--out", str(out)]) == 0
+    assert "Preset small, not the paper's settings, so no cell claims to reproduce anything." in capsys.readouterr().out
+    assert {c["mark"] for c in found_in(out / "toy-small")[1].values()} == {"other settings", "not run here"}
+    (tmp_path / "toy.yaml").write_text(small)
 
     # A directory with other settings is left alone.
     (tmp_path / "toy.yaml").write_text(small.replace("lr: 0.05", "lr: 0.01"))
