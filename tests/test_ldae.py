@@ -313,5 +313,5 @@ def test_clients_of_one_sample_or_one_class(model, fields):
 
 
 def test_a_network_that_has_no_experts_is_refused():
-    with pytest.raises(ValueError, match="'resnet8' takes no experts; those that do: cnn_small, cnn_ecl, resnet32"):
-        driver(experiment(model="resnet8"))
+    with pytest.raises(ValueError, match="'cnn_mupfl' takes no experts; those that do: cnn_small, cnn_ecl, resnet8"):
+        driver(experiment(model="cnn_mupfl"))

@@ -60,9 +60,16 @@ EXPERTS = {
     "cnn_small x3": ((1, 8, 8), 10, (9 + 1) * 16 + (16 * 9 + 1) * 32 + 3 * ((32 * 4 * 4 + 1) * 64 + 64 * 10)),
     "cnn_ecl x3": ((1, 28, 28), 10, 26 * 6 + 151 * 16 + 3 * (401 * 120 + 121 * 84 + 84 * 10)),
     "resnet32 x3": ((3, 32, 32), 10, 23_824 + 3 * (248_544 + 48 * 10)),
+    "resnet8 x3": (
+        (3, 32, 32),
+        10,
+        conv(3, 64)
+        + block(64, 64)
+        + 3 * (block(64, 96) + conv(64, 96, 1) + block(96, 192) + conv(96, 192, 1) + 192 * 10),
+    ),
 }
 CASES |= EXPERTS
-DIMS |= {"cnn_small x3": 3 * 64, "cnn_ecl x3": 3 * 84, "resnet32 x3": 3 * 48}
+DIMS |= {"cnn_small x3": 3 * 64, "cnn_ecl x3": 3 * 84, "resnet32 x3": 3 * 48, "resnet8 x3": 3 * 192}
 every = pytest.mark.parametrize("name", [*MODELS, *EXPERTS])
 
 
@@ -310,6 +317,16 @@ def test_width_scales_every_part_of_an_expert():
     assert network.get_parameter("body.experts.1.stage2.0.conv1.weight").shape == (6, 4, 3, 3)
 
 
+def test_experts_of_four_stages_share_the_first_two():
+    network = build("resnet18", (3, 32, 32), 10, width=8, experts=3)
+    assert network.dim == 3 * 48
+    assert network.activations == (
+        "body.trunk.stage1", "body.trunk.stage2",
+        *(f"body.experts.{i}.stage{s}" for i in range(3) for s in (3, 4)),
+    )  # fmt: skip
+    assert network.get_parameter("body.experts.2.stage3.0.conv1.weight").shape == (24, 16, 3, 3)
+
+
 def test_pad_shortcut_by_hand():
     x = torch.arange(16 * 16, dtype=torch.float32).reshape(1, 16, 4, 4)
     out = Pad(16, 24, 2)(x)
@@ -347,8 +364,8 @@ def test_errors_name_the_remedy():
         build("resnt32", (3, 32, 32), 10)
     with pytest.raises(ValueError, match="'cnn_ecl' takes no width; those that do: resnet8, resnet20"):
         build("cnn_ecl", (1, 28, 28), 10, width=8)
-    with pytest.raises(ValueError, match="'resnet20' takes no experts; those that do: cnn_small, cnn_ecl, resnet32"):
-        build("resnet20", (3, 32, 32), 10, experts=2)
+    with pytest.raises(ValueError, match="'cnn_mupfl' takes no experts; those that do: cnn_small, cnn_ecl, resnet8"):
+        build("cnn_mupfl", (1, 28, 28), 10, experts=2)
     with pytest.raises(ValueError, match=r"experts .* must be 1 to 100, not 0"):
         build("resnet32", (3, 32, 32), 10, experts=0)
     with pytest.raises(ValueError, match=r"width .* must be 1 to 256, not 1000000000"):

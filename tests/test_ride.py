@@ -130,5 +130,5 @@ def test_the_term_drives_experts_apart():
 
 
 def test_a_network_that_cannot_have_experts_is_refused():
-    with pytest.raises(ValueError, match="model 'resnet8' takes no experts"):
-        driver(experiment(model={"name": "resnet8", "width": 4}))
+    with pytest.raises(ValueError, match="model 'cnn_mupfl' takes no experts"):
+        driver(experiment(model="cnn_mupfl"))

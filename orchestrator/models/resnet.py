@@ -75,56 +75,60 @@ def initialise(body: nn.Module) -> None:
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
-def resnet(shape: Shape, classes: int, blocks: Sequence[int], width: int, shortcut: Shortcut) -> Network:
-    """Make a residual network from its blocks per stage; each stage is twice as wide as the one before."""
-    layers = Layers(stem=stem(shape[0], width))
-    inputs = width
-    for i, count in enumerate(blocks):
-        layers[f"stage{i + 1}"] = stage(inputs, width << i, count, 2 if i else 1, shortcut)
-        inputs = width << i
-    layers["pool"] = pool()
-    body = nn.Sequential(layers)
+def resnet(
+    shape: Shape, classes: int, blocks: Sequence[int], width: int, shortcut: Shortcut, experts: int = 1
+) -> Network:
+    """Make a residual network from its blocks per stage; each stage is twice as wide as the one before.
+
+    Several experts share all but the last two stages, and their own are three quarters as wide.
+    """
+
+    def stages(first: int, last: int, share: float = 1.0) -> Layers:
+        widths = [width, *(int((width << i) * (share if i >= first else 1)) for i in range(len(blocks)))]
+        return Layers(
+            (f"stage{i + 1}", stage(widths[i], widths[i + 1], blocks[i], 2 if i else 1, shortcut))
+            for i in range(first, last)
+        )
+
+    count, maps = len(blocks), [f"stage{i + 1}" for i in range(len(blocks))]
+    if experts > 1:
+        shared = Layers(stem=stem(shape[0], width)) | stages(0, count - 2)
+        body = fork(shared, lambda: stages(count - 2, count, 0.75) | Layers(pool=pool()), experts)
+        initialise(body)
+        return of_experts(body, int((width << count - 1) * 0.75), classes, maps[:-2], maps[-2:])
+    body = nn.Sequential(Layers(stem=stem(shape[0], width)) | stages(0, count) | Layers(pool=pool()))
     initialise(body)
-    last = f"body.stage{len(blocks)}."
+    dim = width << count - 1
     return Network(
         body,
-        nn.Linear(inputs, classes),
-        dim=inputs,
-        last_stage=last,
-        last_block=f"{last}{blocks[-1] - 1}.",
-        activations=tuple(f"body.stage{i + 1}" for i in range(len(blocks))),
+        nn.Linear(dim, classes),
+        dim=dim,
+        last_stage=f"body.{maps[-1]}.",
+        last_block=f"body.{maps[-1]}.{blocks[-1] - 1}.",
+        activations=tuple(f"body.{name}" for name in maps),
     )
 
 
-def resnet8(shape: Shape, classes: int, width: int = 64) -> Network:
+def resnet8(shape: Shape, classes: int, width: int = 64, experts: int = 1) -> Network:
     """Shang et al.'s ResNet-8 (IJCAI 2022): one block per stage, four times as wide, projection shortcuts."""
-    return resnet(shape, classes, (1, 1, 1), width, project)
+    return resnet(shape, classes, (1, 1, 1), width, project, experts)
 
 
-def resnet20(shape: Shape, classes: int, width: int = 16) -> Network:
+def resnet20(shape: Shape, classes: int, width: int = 16, experts: int = 1) -> Network:
     """He et al.'s ResNet-20 for CIFAR."""
-    return resnet(shape, classes, (3, 3, 3), width, Pad)
+    return resnet(shape, classes, (3, 3, 3), width, Pad, experts)
 
 
 def resnet32(shape: Shape, classes: int, width: int = 16, experts: int = 1) -> Network:
-    """He et al.'s ResNet-32 for CIFAR; several experts share the first stage, and their own two are narrower."""
-    if experts == 1:
-        return resnet(shape, classes, (5, 5, 5), width, Pad)
-    middle, last = width * 3 // 2, width * 3
-
-    def own() -> Layers:
-        return Layers(stage2=stage(width, middle, 5, 2, Pad), stage3=stage(middle, last, 5, 2, Pad), pool=pool())
-
-    body = fork(Layers(stem=stem(shape[0], width), stage1=stage(width, width, 5, 1, Pad)), own, experts)
-    initialise(body)
-    return of_experts(body, last, classes, ("stage1",), ("stage2", "stage3"))
+    """He et al.'s ResNet-32 for CIFAR."""
+    return resnet(shape, classes, (5, 5, 5), width, Pad, experts)
 
 
-def resnet18(shape: Shape, classes: int, width: int = 64) -> Network:
+def resnet18(shape: Shape, classes: int, width: int = 64, experts: int = 1) -> Network:
     """ResNet-18 with the stem for small images."""
-    return resnet(shape, classes, (2, 2, 2, 2), width, project)
+    return resnet(shape, classes, (2, 2, 2, 2), width, project, experts)
 
 
-def resnet34(shape: Shape, classes: int, width: int = 64) -> Network:
+def resnet34(shape: Shape, classes: int, width: int = 64, experts: int = 1) -> Network:
     """ResNet-34 with the stem for small images."""
-    return resnet(shape, classes, (3, 4, 6, 3), width, project)
+    return resnet(shape, classes, (3, 4, 6, 3), width, project, experts)
