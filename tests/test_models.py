@@ -317,6 +317,13 @@ def test_width_scales_every_part_of_an_expert():
     assert network.get_parameter("body.experts.1.stage2.0.conv1.weight").shape == (6, 4, 3, 3)
 
 
+def test_a_wider_lenet_keeps_its_proportions():
+    network = build("cnn_ecl", (1, 28, 28), 10, width=12)
+    assert [tuple(p.shape[:2]) for name, p in network.named_parameters() if name.endswith("weight")] == [
+        (12, 1), (32, 12), (240, 32 * 25), (168, 240), (10, 168),
+    ]  # fmt: skip
+
+
 def test_experts_of_four_stages_share_the_first_two():
     network = build("resnet18", (3, 32, 32), 10, width=8, experts=3)
     assert network.dim == 3 * 48
@@ -362,8 +369,8 @@ def test_smallest_image(name):
 def test_errors_name_the_remedy():
     with pytest.raises(ValueError, match=r"'resnt32'; did you mean 'resnet32'.*cnn_small.*mobilenet_v3_small"):
         build("resnt32", (3, 32, 32), 10)
-    with pytest.raises(ValueError, match="'cnn_ecl' takes no width; those that do: resnet8, resnet20"):
-        build("cnn_ecl", (1, 28, 28), 10, width=8)
+    with pytest.raises(ValueError, match="'cnn_small' takes no width; those that do: cnn_ecl, resnet8"):
+        build("cnn_small", (1, 28, 28), 10, width=8)
     with pytest.raises(ValueError, match="'cnn_mupfl' takes no experts; those that do: cnn_small, cnn_ecl, resnet8"):
         build("cnn_mupfl", (1, 28, 28), 10, experts=2)
     with pytest.raises(ValueError, match=r"experts .* must be 1 to 100, not 0"):

@@ -30,7 +30,7 @@ class Model:
 MODELS: Mapping[str, Model] = MappingProxyType(
     {
         "cnn_small": Model(cnn_small, 2, ("experts",)),
-        "cnn_ecl": Model(cnn_ecl, 12, ("experts",)),
+        "cnn_ecl": Model(cnn_ecl, 12, ("width", "experts")),
         "cnn_mupfl": Model(cnn_mupfl, 16),
         "resnet8": Model(resnet8, 4, ("width", "experts")),
         "resnet20": Model(resnet20, 4, ("width", "experts")),

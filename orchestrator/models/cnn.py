@@ -25,24 +25,25 @@ def cnn_small(shape: Shape, classes: int, experts: int = 1) -> Network:
     return _network(convolutions, lambda: Layers(fc=nn.Linear(flat, 64), relu3=nn.ReLU()), 64, classes, "fc", experts)
 
 
-def cnn_ecl(shape: Shape, classes: int, experts: int = 1) -> Network:
-    """Layers of the sizes of LeNet-5, which pads the 28x28 images of Fashion-MNIST to 32x32."""
-    channels, height, width = shape
+def cnn_ecl(shape: Shape, classes: int, width: int = 6, experts: int = 1) -> Network:
+    """Layers of the sizes of LeNet-5, which pads the 28x28 images of Fashion-MNIST to 32x32, or of its proportions."""
+    channels, high, wide = shape
+    maps, first, last = width * 16 // 6, width * 20, width * 14
     convolutions = Layers(
-        conv1=nn.Conv2d(channels, 6, 5, padding=2),
+        conv1=nn.Conv2d(channels, width, 5, padding=2),
         relu1=nn.ReLU(),
         pool1=nn.MaxPool2d(2),
-        conv2=nn.Conv2d(6, 16, 5),
+        conv2=nn.Conv2d(width, maps, 5),
         relu2=nn.ReLU(),
         pool2=nn.MaxPool2d(2),
         flat=nn.Flatten(),
     )
-    flat = 16 * ((height // 2 - 4) // 2) * ((width // 2 - 4) // 2)
+    flat = maps * ((high // 2 - 4) // 2) * ((wide // 2 - 4) // 2)
 
     def hidden() -> Layers:
-        return Layers(fc1=nn.Linear(flat, 120), relu3=nn.ReLU(), fc2=nn.Linear(120, 84), relu4=nn.ReLU())
+        return Layers(fc1=nn.Linear(flat, first), relu3=nn.ReLU(), fc2=nn.Linear(first, last), relu4=nn.ReLU())
 
-    return _network(convolutions, hidden, 84, classes, "fc2", experts)
+    return _network(convolutions, hidden, last, classes, "fc2", experts)
 
 
 def cnn_mupfl(shape: Shape, classes: int) -> Network:
