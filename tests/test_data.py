@@ -19,6 +19,7 @@ from orchestrator.data.images import tiny_imagenet
 from orchestrator.data.partition import long_tail
 from orchestrator.data.readers import Folder
 from orchestrator.data.sources import SOURCES
+from orchestrator.models import default_model
 
 REFERENCE = {  # images of training and test, then the published total of the long-tailed cut at imbalance 100
     "digits": (1200, 597, None),
@@ -76,10 +77,13 @@ def test_digits_are_cut_by_file_order_and_scaled():
 
 
 def test_known_names_say_how_they_are_trained():
-    assert DATASETS == ("digits", "fashion_mnist", "cifar10", "cifar100", "tiny_imagenet")
-    assert {name for name, source in SOURCES.items() if source.augment == "crop_flip"} == {
-        "cifar10", "cifar100", "tiny_imagenet"
-    }  # fmt: skip
+    large = {"imagenet_lt", "inaturalist_user_160k"}
+    assert DATASETS[:5] == ("digits", "fashion_mnist", "cifar10", "cifar100", "tiny_imagenet")
+    assert set(DATASETS[5:]) == large
+    for augment, names in (("crop_flip", {"cifar10", "cifar100", "tiny_imagenet"}), ("resized_crop_flip", large)):
+        assert {name for name, source in SOURCES.items() if source.augment == augment} == names
+    assert {name for name, source in SOURCES.items() if source.as_published} == large
+    assert {default_model(name) for name in large} == {"resnet50"}
 
 
 # ---- published layouts, made small -------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Data sets, the long-tailed cut, the partitions among clients and their local tests."""
 
 from orchestrator.data.datasets import DATASETS, Dataset, load
+from orchestrator.data.files import ImageFiles
 from orchestrator.data.readers import DataError
 from orchestrator.data.splits import Split, describe, split
 
-__all__ = ["DATASETS", "DataError", "Dataset", "Split", "describe", "load", "split"]
+__all__ = ["DATASETS", "DataError", "Dataset", "ImageFiles", "Split", "describe", "load", "split"]

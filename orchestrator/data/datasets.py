@@ -1,4 +1,4 @@
-"""A data set in memory, by the name of a known one or by the path of your own."""
+"""A data set, by the name of a known one or by the path of your own."""
 
 import hashlib
 import math
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from orchestrator.data.files import ImageFiles
 from orchestrator.data.images import image_folder
 from orchestrator.data.readers import Arrays, DataError, Images, Labels, npz
 from orchestrator.data.sources import SOURCES, VARIABLE, find, places
@@ -20,26 +21,30 @@ class Dataset:
     """Images as bytes [N, C, H, W] with their labels, and what is needed to feed them to a model."""
 
     name: str
-    x_train: Images
+    x_train: Images | ImageFiles
     y_train: Labels
-    x_test: Images
+    x_test: Images | ImageFiles
     y_test: Labels
     classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
     augment: str = "none"
+    crop: int | None = None  #: side of what a network sees of an image; None: all of it
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of an image."""
+        """Channels, height and width of what a network sees of an image."""
         channels, height, width = self.x_train.shape[1:]
-        return channels, height, width
+        return channels, self.crop or height, self.crop or width
 
     @cached_property
     def digest(self) -> str:
-        """A SHA-256 over the shapes and bytes of the four arrays."""
+        """A SHA-256 over the shapes and bytes of the four arrays; over names and sizes of images left in files."""
         sha = hashlib.sha256()
         for array in (self.x_train, self.y_train, self.x_test, self.y_test):
+            if isinstance(array, ImageFiles):
+                sha.update(array.digest.encode())
+                continue
             sha.update(f"{array.dtype.kind}{array.dtype.itemsize}{array.shape}".encode())
             sha.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
         return sha.hexdigest()
@@ -50,17 +55,23 @@ def load(name: str, root: str | Path | None = None, *, download: bool = True) ->
     try:
         if name in SOURCES:
             source = SOURCES[name]
-            return _dataset(name, find(name, root, download), source.mean, source.std, source.augment)
+            return _dataset(name, find(name, root, download), source.mean, source.std, source.augment, source.crop)
         arrays = _digits() if name == "digits" else _own(name, root)
     except (OSError, RuntimeError) as error:  # a path that is too long, not ours to read, or in the home of nobody
         raise DataError(f"data set {name!r} cannot be read: {error}; correct its name or the data root") from error
+    assert isinstance(arrays.x_train, np.ndarray)
     return _dataset(name, arrays, *_moments(arrays.x_train))
 
 
 def _dataset(
-    name: str, arrays: Arrays, mean: tuple[float, ...], std: tuple[float, ...], augment: str = "none"
+    name: str,
+    arrays: Arrays,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    augment: str = "none",
+    crop: int | None = None,
 ) -> Dataset:
-    return Dataset(name, *arrays, classes=int(arrays.y_train.max()) + 1, mean=mean, std=std, augment=augment)
+    return Dataset(name, *arrays, int(arrays.y_train.max()) + 1, mean, std, augment, crop)
 
 
 def _digits() -> Arrays:

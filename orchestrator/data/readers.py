@@ -9,11 +9,14 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from numpy._core.multiarray import _reconstruct
+
+if TYPE_CHECKING:
+    from orchestrator.data.files import ImageFiles
 
 Images = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
@@ -24,11 +27,11 @@ class DataError(ValueError):
 
 
 class Arrays(NamedTuple):
-    """The four arrays of a data set."""
+    """The four arrays of a data set; images may also stay in their files."""
 
-    x_train: Images
+    x_train: "Images | ImageFiles"
     y_train: Labels
-    x_test: Images
+    x_test: "Images | ImageFiles"
     y_test: Labels
 
 

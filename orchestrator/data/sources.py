@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.data.images import tiny_imagenet
+from orchestrator.data.lists import IMAGENET, imagenet_lt, inaturalist
 from orchestrator.data.readers import Arrays, DataError, Folder, cifar_binary, cifar_python, mnist
 
 VARIABLE = "ORCHESTRATOR_DATA"
@@ -25,13 +26,15 @@ class Layout:
 class Source:
     """What is published about one data set."""
 
-    sizes: tuple[int, int]
+    sizes: tuple[int, int] | None  #: images of training and test, where these are known
     mean: tuple[float, ...]
     std: tuple[float, ...]
     augment: str
     layouts: tuple[Layout, ...]
     advice: str
     torchvision: str | None = None
+    crop: int | None = None  #: side of what a network sees of an image, where more of it is stored
+    as_published: bool = False  #: its own class sizes are what it is used for, so it is not cut to another imbalance
 
 
 def places(root: str | Path | None) -> list[Path]:
@@ -72,7 +75,7 @@ def _search(source: Source, roots: Iterable[Path], looked: list[str]) -> Arrays 
 
 def _checked(arrays: Arrays, source: Source, path: Path) -> Arrays:
     sizes = len(arrays.x_train), len(arrays.x_test)
-    if sizes != source.sizes:
+    if source.sizes not in (None, sizes):
         raise DataError(f"{path} holds {sizes} training and test images, expected {source.sizes}")
     return arrays
 
@@ -130,6 +133,8 @@ CIFAR100_PYTHON = {"train": "md5:16019d7e3df5f24257cddd939b257f8d", "test": "md5
 CIFAR100_BINARY = {"train.bin": "", "test.bin": ""}
 MNIST = {f"{kind}-{what}-ubyte": "" for kind in ("train", "t10k") for what in ("images-idx3", "labels-idx1")}
 TINY_IMAGENET = {"wnids.txt": "", "val/val_annotations.txt": ""}
+IMAGENET_LT = {"ImageNet_LT_train.txt": "", "ImageNet_LT_test.txt": ""}
+INATURALIST = [f"federated_train_user_{size}.csv" for size in ("120k", "160k")]  # published as 120k, 160k in FedLoGe
 
 SOURCES = {
     "fashion_mnist": Source(
@@ -180,5 +185,35 @@ SOURCES = {
         augment="crop_flip",
         layouts=(Layout(("tiny-imagenet-200",), TINY_IMAGENET, tiny_imagenet),),
         advice="unpack tiny-imagenet-200.zip of cs231n.stanford.edu",
+    ),
+    "imagenet_lt": Source(
+        sizes=(115_846, 50_000),
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+        augment="resized_crop_flip",
+        layouts=(Layout(("ImageNet_LT", "ImageNet-LT", "imagenet_lt", *IMAGENET), IMAGENET_LT, imagenet_lt()),),
+        advice="unpack ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar of image-net.org into train/<wnid> and val, "
+        "put ImageNet_LT_train.txt and ImageNet_LT_test.txt of github.com/zhmiao/OpenLongTailRecognition-OLTR beside "
+        "these or into ImageNet_LT",
+        crop=224,
+        as_published=True,
+    ),
+    "inaturalist_user_160k": Source(
+        sizes=None,
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+        augment="resized_crop_flip",
+        layouts=tuple(
+            Layout(
+                ("inaturalist-user-120k", "inaturalist-user-160k", "inaturalist", "inaturalist/inaturalist-user-120k"),
+                {train: "", "test.csv": ""},
+                inaturalist(train),
+            )
+            for train in INATURALIST
+        ),
+        advice="unpack inaturalist-user-120k.zip (google-research/federated_vision_datasets on GitHub) and beside it "
+        "train_val_images.tar.gz of iNaturalist 2017 (github.com/visipedia/inat_comp)",
+        crop=224,
+        as_published=True,
     ),
 }

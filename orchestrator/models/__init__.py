@@ -50,6 +50,8 @@ _DEFAULTS = {
     "cifar10": "resnet8",
     "cifar100": "resnet32",
     "tiny_imagenet": "resnet32",
+    "imagenet_lt": "resnet50",
+    "inaturalist_user_160k": "resnet50",
 }
 
 

@@ -1,0 +1,242 @@
+"""Images that stay in their files: decoded when their rows are asked for, and kept decoded in one file per machine."""
+
+import hashlib
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from orchestrator.data.readers import DataError, Images
+
+PLACE, BUDGET = "ORCHESTRATOR_CACHE", "ORCHESTRATOR_CACHE_GB"
+SCHEME = 1  #: to be raised whenever the same file is decoded to other pixels
+SUM = 16  #: bytes of a checksum
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Listing:
+    """Image files below one directory, all to be brought to one size; a name costs no more than its letters."""
+
+    root: str
+    side: int
+    names: Images  #: the bytes of all names, one after another
+    ends: Numbers  #: where each name ends
+    sizes: Numbers  #: bytes of each file
+    stamp: str  #: changes when any file does
+    place: str  #: directory of the cache, on whatever machine the images are read
+    budget: int | None  #: bytes that the cache may take there; None: half of what is free
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def path(self, row: int) -> str:
+        """Return the path of a file."""
+        begin = self.ends[row - 1] if row else 0
+        return os.path.join(self.root, self.names[begin : self.ends[row]].tobytes().decode())
+
+    def digest(self, rows: range) -> str:
+        """Return a SHA-256 over names and sizes of some files and the resolution to which they are brought."""
+        begin = self.ends[rows.start - 1] if rows.start else 0
+        here = slice(rows.start, rows.stop)
+        sha = hashlib.sha256(f"{self.side} {len(rows)}".encode())
+        for numbers in (self.ends[here] - begin, self.sizes[here]):
+            sha.update(numbers.astype("<i8").tobytes())
+        sha.update(self.names[begin : self.ends[rows.stop - 1] if len(rows) else begin].tobytes())
+        return sha.hexdigest()
+
+    @cached_property
+    def cache(self) -> "Cache":
+        """The decoded images that this machine keeps."""
+        return Cache(self)
+
+    def read(self, row: int, into: Images) -> None:
+        """Fill in the pixels of one image."""
+        if not self.cache.read(row, into):
+            into[...] = decode(self.path(row), self.side)
+            self.cache.write(row, into)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # without the cache, which every process opens for itself
+        return Listing, (
+            *(self.root, self.side, self.names, self.ends),
+            *(self.sizes, self.stamp, self.place, self.budget),
+        )
+
+
+class ImageFiles:
+    """A range of listed images that looks like an array of bytes [N, 3, side, side] wherever rows are asked for."""
+
+    dtype = np.dtype(np.uint8)
+
+    def __init__(self, listing: Listing, rows: range) -> None:
+        self.listing, self.rows = listing, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Images, channels, height and width."""
+        return len(self), 3, self.listing.side, self.listing.side
+
+    @property
+    def digest(self) -> str:
+        """A SHA-256 over everything but the pixels."""
+        return self.listing.digest(self.rows)
+
+    def __getitem__(self, rows: Any) -> Images:
+        return self.ask(rows)()
+
+    def ask(self, rows: Any) -> Callable[[], Images]:
+        """Begin to read some rows; what is returned waits for them."""
+        wanted = np.asarray(rows, np.int64).reshape(-1)
+        if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(self):
+            raise IndexError(f"rows {wanted.min()}..{wanted.max()} of {len(self)} images")
+        pixels = np.empty((len(wanted), *self.shape[1:]), np.uint8)
+        _ = self.listing.cache  # opened before several threads would open it
+        reading = [
+            _pool().submit(self.listing.read, self.rows[row], into)
+            for row, into in zip(wanted.tolist(), pixels, strict=True)
+        ]
+
+        def read() -> Images:
+            for one in reading:
+                one.result()
+            return pixels
+
+        return read
+
+
+class Cache:
+    """Decoded images in one file with a fixed place for each, shared by all processes of a machine.
+
+    It is read and written by position: a mapped page would kill the process where the disk is full or the file cut.
+    """
+
+    def __init__(self, listing: Listing) -> None:
+        self.bytes = 3 * listing.side**2
+        self.kept, self.writable = np.zeros(len(listing), bool), False
+        if listing.budget == 0:
+            return
+        try:
+            folder = Path(listing.place).expanduser()
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"{Path(listing.root).name}-{listing.side}-{_key(listing)}.pixels"
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            mine = os.fstat(self._file).st_blocks * 512
+            budget = (shutil.disk_usage(folder).free + mine) // 2 if listing.budget is None else listing.budget
+        except (OSError, RuntimeError) as error:  # RuntimeError: the home of nobody
+            self._stop(f"decoded images cannot be kept in {listing.place}: {error}; name another place by {PLACE}")
+            return
+        # Always the same rows: under cyclic access the most recent ones would push out just what is needed next.
+        order = np.random.Generator(np.random.Philox(0)).permutation(len(listing))
+        self.kept[order[: budget // (SUM + self.bytes)]] = True
+        self.writable = True
+
+    def read(self, row: int, into: Images) -> bool:
+        """Fill in the pixels of a row, and tell whether they were there and whole."""
+        if not self.kept[row]:
+            return False
+        found = bytearray(SUM)
+        try:
+            length = os.preadv(self._file, [found, into.data], row * (SUM + self.bytes))
+        except OSError:
+            return False
+        return length == SUM + self.bytes and found == _checksum(row, into)
+
+    def write(self, row: int, pixels: Images) -> None:
+        """Keep the pixels of a row, if it is one of those to be kept; whoever else writes it writes the same."""
+        if not (self.kept[row] and self.writable):
+            return
+        try:
+            os.pwritev(self._file, [_checksum(row, pixels), pixels.data], row * (SUM + self.bytes))
+        except OSError as error:
+            self._stop(f"no more decoded images are kept: {error}; make room, or set {BUDGET}")
+
+    def _stop(self, why: str) -> None:
+        self.writable = False
+        warnings.warn(f"{why}. Training goes on, but slower", stacklevel=2)
+
+
+def listed(root: Path, names: Sequence[str], side: int) -> Listing:
+    """Look at every file once and list them; the environment says where decoded images are kept, and how many."""
+    encoded = [name.encode() for name in names]
+    with ThreadPoolExecutor(16) as pool:  # a file server answers many questions at a time
+        parts = [names[i : i + 1024] for i in range(0, len(names), 1024)]
+        looks = list(pool.map(lambda part: _look(root, part), parts))
+    about = np.concatenate([np.zeros((0, 2), np.int64), *looks])
+    return Listing(
+        root=str(root.absolute()),
+        side=side,
+        names=np.frombuffer(b"".join(encoded), np.uint8),
+        ends=np.cumsum([len(name) for name in encoded], dtype=np.int64),
+        sizes=np.ascontiguousarray(about[:, 0]),
+        stamp=hashlib.sha256(about.tobytes()).hexdigest(),
+        place=os.environ.get(PLACE) or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fedtail"),
+        budget=_budget(os.environ.get(BUDGET, "")),
+    )
+
+
+def decode(path: str, side: int) -> Images:
+    """Decode an image to RGB [3, side, side]: its shorter side is brought to the size, the longer one cut to it."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            image.draft(None, (side, side))  # of a much larger JPEG only as many frequencies as are needed
+            short = min(image.size)
+            left, top = ((length - short) / 2 for length in image.size)
+            square = image.convert("RGB").resize(
+                (side, side), Image.Resampling.BILINEAR, (left, top, left + short, top + short)
+            )
+            return np.asarray(square).transpose(2, 0, 1)
+    except FileNotFoundError as error:
+        raise DataError(f"{path} is missing: put the images there, on every machine that reads them") from error
+    except Exception as error:  # every decoder raises its own kinds
+        raise DataError(f"{path} is not a readable image ({error}): replace it by a whole copy") from error
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), "images")
+
+
+def _look(root: Path, names: Sequence[str]) -> Numbers:
+    """Return size and time of change of each file."""
+    about = np.empty((len(names), 2), np.int64)
+    for row, name in zip(about, names, strict=True):
+        try:
+            found = os.stat(root / name)
+        except OSError as error:
+            raise DataError(f"{root / name}, which the list names, cannot be read: {error.strerror}") from error
+        row[:] = found.st_size, found.st_mtime_ns
+    return about
+
+
+def _budget(gigabytes: str) -> int | None:
+    if not gigabytes:
+        return None
+    try:
+        return int(max(0.0, float(gigabytes)) * 1e9)
+    except (ValueError, OverflowError) as error:
+        raise DataError(f"{BUDGET} must be a number of gigabytes, not {gigabytes!r}") from error
+
+
+def _key(listing: Listing) -> str:
+    from PIL import __version__
+
+    parts = SCHEME, __version__, listing.root, listing.stamp, listing.digest(range(len(listing)))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _checksum(row: int, pixels: Images) -> bytes:
+    return hashlib.blake2b(pixels.data, digest_size=SUM, person=row.to_bytes(16, "little")).digest()
