@@ -185,7 +185,7 @@ class Client(Protocol):
 
     @property
     def x(self) -> Tensor:
-        """All training images, normalised, without augmentation."""
+        """All training images at once, normalised, without augmentation; of a large data set rather `images`."""
 
     @property
     def y(self) -> Tensor:
@@ -194,6 +194,9 @@ class Client(Protocol):
     @property
     def owned(self) -> Tensor:
         """Classes with at least one sample, P_k."""
+
+    def images(self, rows: Tensor) -> Tensor:
+        """Return the training images of these numbers, 0 to n - 1, normalised, without augmentation."""
 
     def features(self, w: Model, x: Tensor, tap: Tap | None = None) -> Tensor:
         """Return f_theta(x); a layer runs in training mode exactly while its weights are being trained."""

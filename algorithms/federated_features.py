@@ -56,8 +56,8 @@ def class_gradients(client: Client, w: Model, batch: int = 32, repeats: int = 10
         rows[k], shares[k] = of_k[times > 0], times[times > 0] / len(drawn)
     if not rows:
         return {}
-    x = client.x[torch.cat(list(rows.values())).to(client.x.device)]
-    h = torch.cat([client.features(w, part) for part in torch.split(x, PART)])
+    parts = torch.split(torch.cat(list(rows.values())), PART)
+    h = torch.cat([client.features(w, client.images(part)) for part in parts])
     z = {}
     for (k, share), h_k in zip(shares.items(), torch.split(h, [len(r) for r in rows.values()]), strict=True):
         weight, bias = gradient(h_k, torch.tensor(k, device=h.device), v, share.to(h))

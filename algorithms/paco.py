@@ -67,7 +67,7 @@ class PaCo(FedAvg):
     def contrasted(self, client: Client, w: Params, P: Params) -> Sum:
         """Train both on two views of each image; the momentum encoder starts as what was received."""
         m, w_k, P_k = self.key_momentum, w, P
-        keys, labels = torch.zeros(0, self.projection_dim, device=client.x.device), client.y[:0]
+        keys, labels = torch.zeros(0, self.projection_dim, device=client.y.device), client.y[:0]
 
         def objective(client: Client, x: Tensor, y: Tensor, w: Params, P: Params) -> Tensor:
             nonlocal w_k, P_k, keys, labels

@@ -17,7 +17,7 @@ import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from algorithms.params import Params
-from orchestrator.data import Split
+from orchestrator.data import DataError, Split
 from orchestrator.experiment import Experiment
 from orchestrator.jobs import Job, Result
 from orchestrator.worker import ClientFailed, Worker, claim
@@ -115,7 +115,7 @@ class Pool:
                     self._job_s += (sum(r.seconds for r in results[some]) / len(some) - self._job_s) / 8
                     idle.append(actor)
                 except RayTaskError as error:
-                    raise error.cause if isinstance(error.cause, ClientFailed) else error from None
+                    raise error.cause if isinstance(error.cause, ClientFailed | DataError) else error from None
                 except RayError as error:
                     self._bury(actor, [jobs[i] for i in some], max(attempts[i] for i in some), error)
                     for i in some:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,10 @@ from algorithms.base import Fit, Model, Objective, State, Tap
 from algorithms.params import Params
 from algorithms.priors import pseudo_counts
 from orchestrator import evaluate
+from orchestrator.augment import centre
 
 if TYPE_CHECKING:
+    from orchestrator.data.partition import Rows
     from orchestrator.worker import Worker
 
 
@@ -63,13 +65,32 @@ class Client:
 
     @cached_property
     def x(self) -> Tensor:
-        """All training images, normalised, without augmentation."""
-        return self.worker.images(self.worker.x_train, self.worker.split.rows(self.id))
+        """All training images at once, normalised, without augmentation."""
+        return self.worker.images(self.worker.x_train, self.rows)
+
+    @property
+    def rows(self) -> Rows:
+        """Where its images are in the data set."""
+        return self.worker.split.rows(self.id)
+
+    def images(self, rows: Tensor) -> Tensor:
+        """Return those of its training images that have these numbers, normalised, without augmentation."""
+        files = self.worker.x_train
+        if isinstance(files, Tensor):
+            return self.x[rows.to(self.x.device)]
+        return self.worker.images(files, self.rows[rows.cpu().numpy()])
+
+    def _stored(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield its images by sets of numbers, normalised, as large as they are stored."""
+        files = self.worker.x_train
+        if isinstance(files, Tensor):
+            return (self.x[part.to(self.x.device)] for part in parts)
+        return self.worker.stored(files, [self.rows[part.numpy()] for part in parts])
 
     @cached_property
     def y(self) -> Tensor:
         """Their labels."""
-        return self.worker.y_train[self.worker.split.rows(self.id)].to(self.worker.device)
+        return self.worker.y_train[self.rows].to(self.worker.device)
 
     @cached_property
     def owned(self) -> Tensor:
@@ -93,7 +114,9 @@ class Client:
     def embed(self, w: Model) -> Tensor:
         """Return the features of all training images under a frozen body, without augmentation."""
         with torch.no_grad():
-            return torch.cat([self.worker.features(w, x) for x in torch.split(self.x, evaluate.BLOCK)])
+            in_memory, parts = isinstance(self.worker.x_train, Tensor), torch.arange(self.n).split(evaluate.BLOCK)
+            blocks = torch.split(self.x, evaluate.BLOCK) if in_memory else self._stored(parts)
+            return torch.cat([self.worker.features(w, centre(x, self.worker.size)) for x in blocks])
 
     def classify(self, w: Model, h: Tensor, each: bool = False) -> Tensor:
         """Return the head's logits of features."""
@@ -161,17 +184,18 @@ class Client:
         views: int = 1,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield shuffled, augmented minibatches; `rows` picks samples (a function: anew each epoch)."""
-        x, y = (self.x, self.y) if data is None else data
+        y = self.y if data is None else data[1]
         for epoch in range(epochs):
             chosen = rows(self.rng) if callable(rows) else rows
             order = torch.randperm(len(y) if chosen is None else len(chosen), generator=self.rng)
             order = order if chosen is None else chosen.cpu()[order]
             parts = order.split(batch or self.worker.experiment.local.batch)
-            for i, part in enumerate(parts):
-                if epoch * len(parts) + i >= math.ceil(self.work * epochs * len(parts)):
-                    return
-                # Batch norm cannot train on one image.
-                if len(part) > 1 or data is not None or not self.worker.norms:
-                    part = part.to(x.device)
-                    seen = [self.worker.augment(x[part], self.rng) if data is None else x[part] for _ in range(views)]
-                    yield seen[0] if views == 1 else torch.stack(seen), y[part]
+            left = max(0, math.ceil(self.work * epochs * len(parts)) - epoch * len(parts))
+            # Batch norm cannot train on one image.
+            wanted = [part for part in parts[:left] if len(part) > 1 or data is not None or not self.worker.norms]
+            given = self._stored(wanted) if data is None else (data[0][part.to(y.device)] for part in wanted)
+            for part, x in zip(wanted, given, strict=True):
+                seen = [self.worker.augment(x, self.rng) if data is None else x for _ in range(views)]
+                yield seen[0] if views == 1 else torch.stack(seen), y[part.to(y.device)]
+            if left < len(parts):
+                return

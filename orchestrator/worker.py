@@ -20,14 +20,16 @@ from algorithms.base import Algorithm, Model, State, Tap
 from algorithms.params import Params
 from algorithms.priors import PRIORS
 from orchestrator import evaluate, models
+from orchestrator.augment import AUGMENTS, centre
 from orchestrator.client import CALL, MEMORY, STRAGGLER, Client, stream
-from orchestrator.data import Dataset, Split
+from orchestrator.data import Dataset, ImageFiles, Split
 from orchestrator.experiment import Experiment
 from orchestrator.gate import fault, form
 from orchestrator.jobs import Job, Result
 from orchestrator.uploads import Part, fold
 from orchestrator.values import CPU, extra, models_in, place, size
 
+Store = Tensor | ImageFiles  # bytes [N, C, H, W], in memory or in files
 REMEDY = "lower the learning rate, or set failures.bad_update: skip"
 
 
@@ -66,14 +68,14 @@ class Worker:
             piece: [(f"{'head' if piece == 'head' else 'body'}.{n}", n) for n in module.state_dict()]
             for piece, module in self._pieces.items()
         }
-        self.x_train, self.y_train = torch.from_numpy(dataset.x_train).to(device), torch.from_numpy(dataset.y_train)
-        self.x_test, self.y_test = torch.from_numpy(dataset.x_test).to(device), torch.from_numpy(dataset.y_test)
+        self.x_train, self.y_train = self._store(dataset.x_train), torch.from_numpy(dataset.y_train)
+        self.x_test, self.y_test = self._store(dataset.x_test), torch.from_numpy(dataset.y_test)
         owns = np.bincount(dataset.y_train[split.server], minlength=dataset.classes)
         self.counts = torch.from_numpy(np.vstack([split.counts, owns])).to(device, torch.float32)  # the server's last
         self.everywhere = self.counts[: split.server_id].sum(0)
         self.mean, self.std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (dataset.mean, dataset.std))
         named = dataset.augment if experiment.local.augment == "auto" else experiment.local.augment
-        self.augment, self.augmented = {"none": _as_it_is, "crop_flip": self._crop_flip}[named], named != "none"
+        self._augment, self.augmented, self.size = AUGMENTS[named], named != "none", dataset.shape[1:]
         self.tests = evaluate.SortedTest(dataset.y_test, dataset.classes)
         self._memo: dict[Any, tuple[Any, Tensor]] | None = None
 
@@ -153,25 +155,31 @@ class Worker:
             for handle in hooks:
                 handle.remove()
 
-    def images(self, store: Tensor, rows: Any) -> Tensor:
-        """Return the images of some rows as the network wants them."""
-        return (store[torch.as_tensor(rows, device=store.device)].float() / 255 - self.mean) / self.std
+    # Images --------------------------------------------------------------------------------------------------------
 
-    def _crop_flip(self, x: Tensor, rng: torch.Generator) -> Tensor:
-        """Crop each image at a random place after padding by 4 black pixels, and mirror every other one."""
-        b, _, h, w = x.shape
-        top, left = (torch.randint(9, (b, 1), generator=rng) for _ in range(2))
-        mirror = torch.randint(2, (b, 1), generator=rng, dtype=torch.bool)
-        across = torch.arange(w).expand(b, w)
-        rows = (top + torch.arange(h)).to(x.device)
-        columns = (left + torch.where(mirror, across.flip(1), across)).to(x.device)
-        padded = (-self.mean / self.std).expand(b, -1, h + 8, w + 8).clone()
-        padded[:, :, 4:-4, 4:-4] = x
-        picked = padded.permute(0, 2, 3, 1)[
-            torch.arange(b, device=x.device)[:, None, None], rows[:, :, None], columns[:, None, :]
-        ]
-        # A copy even where one channel lets the permuted tensor pass for contiguous: convolutions crash on its strides.
-        return picked.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
+    def _store(self, images: Any) -> Store:
+        return images if isinstance(images, ImageFiles) else torch.from_numpy(images).to(self.device)
+
+    def images(self, store: Store, rows: Any) -> Tensor:
+        """Return the images of some rows as the network wants them."""
+        if isinstance(store, ImageFiles):
+            return self._scaled(centre(torch.from_numpy(store[rows]), self.size))
+        return self._scaled(store[torch.as_tensor(rows, device=store.device)])
+
+    def stored(self, files: ImageFiles, parts: Sequence[Any]) -> Iterator[Tensor]:
+        """Yield the images of several sets of rows, as large as they are stored; the next set is read meanwhile."""
+        asked: Callable[[], Any] | None = None
+        for i, rows in enumerate(parts):
+            pixels = (asked or files.ask(rows))()
+            asked = files.ask(parts[i + 1]) if i + 1 < len(parts) else None
+            yield self._scaled(torch.from_numpy(pixels))
+
+    def augment(self, x: Tensor, rng: torch.Generator) -> Tensor:
+        """Vary stored images at random as the experiment says, and bring them to the size that the network wants."""
+        return self._augment(x, rng, self.size, -self.mean / self.std)
+
+    def _scaled(self, pixels: Tensor) -> Tensor:
+        return (pixels.to(self.device).float() / 255 - self.mean) / self.std
 
     # Jobs ----------------------------------------------------------------------------------------------------------
 
@@ -312,7 +320,3 @@ def network(experiment: Experiment, dataset: Dataset) -> models.Network:
         cosine=cosine,
         seed=experiment.seed,
     )
-
-
-def _as_it_is(x: Tensor, rng: torch.Generator) -> Tensor:
-    return x
