@@ -83,6 +83,13 @@ class Part(BaseModel):
         return {} if value is None else value
 
 
+def as_published(name: Any) -> bool:
+    """Tell whether a data set is never cut to another imbalance than its own."""
+    from orchestrator.data.sources import SOURCES
+
+    return isinstance(name, str) and name in SOURCES and SOURCES[name].as_published
+
+
 class Data(Part):
     """What is learned, and how it is spread over the clients."""
 
@@ -91,9 +98,22 @@ class Data(Part):
     clients: Count = 20
     partition: Literal["per_class", "per_class_capped", "grouped_equal"] = "per_class"
     alpha: Positive = 0.5
-    imbalance: Annotated[Number, Field(ge=1)] = 10.0
+    imbalance: Annotated[Number, Field(ge=1)] = Field(default=None, validate_default=True)
     test_alloc: Literal["floor", "ceil_owned"] = "floor"
     validation: Annotated[Number, Field(ge=0, lt=0.9)] = 0.0
+
+    @field_validator("imbalance", mode="before")
+    @classmethod
+    def _usual(cls, imbalance: Any, info: ValidationInfo) -> Any:
+        return (1.0 if as_published(info.data.get("name")) else 10.0) if imbalance is None else imbalance
+
+    @field_validator("imbalance")
+    @classmethod
+    def _cut(cls, imbalance: float, info: ValidationInfo) -> float:
+        name = info.data.get("name")
+        if imbalance != 1 and as_published(name):
+            raise ValueError(f"'{name}' has class sizes of its own and is used as published; leave imbalance out")
+        return imbalance
 
 
 class Model(Part):
@@ -156,7 +176,7 @@ class Local(Part):
     schedule: Schedule | None = None
     loss: Annotated[Named, BeforeValidator(read_loss)] = Field(default="ce", validate_default=True)
     prior: str = Field(default="none", validate_default=True)
-    augment: Literal["auto", "none", "crop_flip"] = "auto"
+    augment: Literal["auto", "none", "crop_flip", "crop_flip_cutout", "resized_crop_flip"] = "auto"
 
     @field_validator("prior")
     @classmethod
@@ -505,6 +525,8 @@ def read_back(trial: Path) -> Experiment:
 
 def filled_in(sweep: Sweep) -> Sweep:
     """Return the sweep with the defaults of today written out, so that it means the same tomorrow."""
+    from orchestrator.data.sources import SOURCES
+
     parts: dict[str, type[Part]] = {
         "data": Data,
         "local": Local,
@@ -516,6 +538,10 @@ def filled_in(sweep: Sweep) -> Sweep:
     for name, part in parts.items():
         if isinstance(tree.get(name, {}), dict):
             tree[name] = part().model_dump(mode="json") | tree.get(name, {})
+    given = [variant.experiment.get("data") for variant in sweep.variants()]
+    own = isinstance(tree["data"], dict) and "imbalance" not in (sweep.experiment.get("data") or {})
+    if own and any(name in str(given) for name in SOURCES if as_published(name)):  # in an open leaf, too
+        del tree["data"]["imbalance"]  # a default that goes by the data set
     tree = {"rounds": Experiment().rounds, "seed": 0} | tree
     return replace(sweep, experiment=tree)
 
