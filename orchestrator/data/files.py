@@ -193,12 +193,10 @@ def decode(path: str, side: int) -> Images:
     try:
         with Image.open(path) as image:
             image.draft(None, (side, side))  # of a much larger JPEG only as many frequencies as are needed
-            short = min(image.size)
-            left, top = ((length - short) / 2 for length in image.size)
-            square = image.convert("RGB").resize(
-                (side, side), Image.Resampling.BILINEAR, (left, top, left + short, top + short)
-            )
-            return np.asarray(square).transpose(2, 0, 1)
+            w, h = (side * length // min(image.size) for length in image.size)
+            left, top = (round((length - side) / 2) for length in (w, h))
+            resized = image.convert("RGB").resize((w, h), Image.Resampling.BILINEAR)
+            return np.asarray(resized.crop((left, top, left + side, top + side))).transpose(2, 0, 1)
     except FileNotFoundError as error:
         raise DataError(f"{path} is missing: put the images there, on every machine that reads them") from error
     except Exception as error:  # every decoder raises its own kinds

@@ -106,10 +106,9 @@ def _table(folder: Folder, file: str) -> tuple[list[str], Labels]:
 def _located(root: Path, names: list[str]) -> list[str]:
     """Replace what is only the name of a photo by its path below <super category>/<species>/."""
     bare = {os.path.splitext(name)[0]: "" for name in names if "/" not in name}
-    for category in sorted(os.listdir(root / PHOTOS)) if bare else ():
-        for folder, _, files in os.walk(root / PHOTOS / category):
-            within = os.path.relpath(folder, root)
-            bare |= {stem: f"{within}/{file}" for file in files if (stem := os.path.splitext(file)[0]) in bare}
+    for folder, _, files in os.walk(root / PHOTOS) if bare else ():
+        within = os.path.relpath(folder, root)
+        bare |= {stem: f"{within}/{file}" for file in files if (stem := os.path.splitext(file)[0]) in bare}
     if lost := [name for name, path in bare.items() if not path]:
         raise DataError(f"{len(lost):,} images are not in {root / PHOTOS}: {_some(lost)}")
     return [name if "/" in name else bare[os.path.splitext(name)[0]] for name in names]
