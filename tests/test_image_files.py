@@ -413,6 +413,14 @@ def test_a_place_that_cannot_be_written_costs_time_and_one_warning(monkeypatch, 
     assert re.search(r"cannot be kept in .*/file/cache: .*; name another place by ORCHESTRATOR_CACHE", str(one.message))
 
 
+def test_a_place_that_cannot_be_written_is_told_when_the_set_is_loaded(monkeypatch, tmp_path, small):
+    (tmp_path / "file").write_text("no directory")
+    monkeypatch.setenv("ORCHESTRATOR_CACHE", str(tmp_path / "file" / "cache"))
+    write_imagenet(tmp_path / "data")
+    with pytest.warns(UserWarning, match="decoded images cannot be kept"):
+        load("imagenet_lt", tmp_path / "data")
+
+
 def test_a_full_disk_costs_time_and_a_warning(tmp_path):
     code = """
 import pickle, resource, signal, sys, warnings
