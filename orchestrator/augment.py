@@ -18,13 +18,10 @@ Augment = Callable[[Tensor, torch.Generator, Size, Tensor], Tensor]
 
 def centre(x: Tensor, size: Size) -> Tensor:
     """Return the middle of images that are larger than wanted."""
+    if x.shape[2:] == size:
+        return x
     (h, w), (top, left) = size, ((have - want) // 2 for have, want in zip(x.shape[2:], size, strict=True))
-    return x if x.shape[2:] == size else x[:, :, top : top + h, left : left + w]
-
-
-def none(x: Tensor, rng: torch.Generator, size: Size, black: Tensor) -> Tensor:
-    """Leave images as they are tested."""
-    return centre(x, size)
+    return x[:, :, top : top + h, left : left + w]
 
 
 def crop_flip(x: Tensor, rng: torch.Generator, size: Size, black: Tensor) -> Tensor:
@@ -86,7 +83,6 @@ def resampling(start: Tensor, side: Tensor, stored: int, wanted: int) -> Tensor:
 
 
 AUGMENTS: dict[str, Augment] = {
-    "none": none,
     "crop_flip": crop_flip,
     "crop_flip_cutout": crop_flip_cutout,
     "resized_crop_flip": resized_crop_flip,

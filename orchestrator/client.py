@@ -84,8 +84,8 @@ class Client:
         """Yield its images by sets of numbers, normalised, as large as they are stored."""
         files = self.worker.x_train
         if isinstance(files, Tensor):
-            return (self.x[part.to(self.x.device)] for part in parts)
-        return self.worker.stored(files, [self.rows[part.numpy()] for part in parts])
+            return (self.x[part] for part in parts)
+        return self.worker.stored(files, [self.rows[part.cpu().numpy()] for part in parts])
 
     @cached_property
     def y(self) -> Tensor:
@@ -189,13 +189,13 @@ class Client:
             chosen = rows(self.rng) if callable(rows) else rows
             order = torch.randperm(len(y) if chosen is None else len(chosen), generator=self.rng)
             order = order if chosen is None else chosen.cpu()[order]
-            parts = order.split(batch or self.worker.experiment.local.batch)
+            parts = order.to(y.device).split(batch or self.worker.experiment.local.batch)
             left = max(0, math.ceil(self.work * epochs * len(parts)) - epoch * len(parts))
             # Batch norm cannot train on one image.
             wanted = [part for part in parts[:left] if len(part) > 1 or data is not None or not self.worker.norms]
-            given = self._stored(wanted) if data is None else (data[0][part.to(y.device)] for part in wanted)
+            given = self._stored(wanted) if data is None else (data[0][part] for part in wanted)
             for part, x in zip(wanted, given, strict=True):
                 seen = [self.worker.augment(x, self.rng) if data is None else x for _ in range(views)]
-                yield seen[0] if views == 1 else torch.stack(seen), y[part.to(y.device)]
+                yield seen[0] if views == 1 else torch.stack(seen), y[part]
             if left < len(parts):
                 return

@@ -75,7 +75,7 @@ class Worker:
         self.everywhere = self.counts[: split.server_id].sum(0)
         self.mean, self.std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (dataset.mean, dataset.std))
         named = dataset.augment if experiment.local.augment == "auto" else experiment.local.augment
-        self._augment, self.augmented, self.size = AUGMENTS[named], named != "none", dataset.shape[1:]
+        self._augment, self.augmented, self.size = AUGMENTS.get(named), named != "none", dataset.shape[1:]
         self.tests = evaluate.SortedTest(dataset.y_test, dataset.classes)
         self._memo: dict[Any, tuple[Any, Tensor]] | None = None
 
@@ -176,6 +176,8 @@ class Worker:
 
     def augment(self, x: Tensor, rng: torch.Generator) -> Tensor:
         """Vary stored images at random as the experiment says, and bring them to the size that the network wants."""
+        if self._augment is None:
+            return centre(x, self.size)
         return self._augment(x, rng, self.size, -self.mean / self.std)
 
     def _scaled(self, pixels: Tensor) -> Tensor:

@@ -499,11 +499,8 @@ def test_the_same_seed_makes_the_same_batch_of_the_wanted_size(name, channels):
     assert made.shape == (12, channels, CROP, CROP)
     assert torch.equal(made, augmented(name, x))
     assert torch.equal(x, before)
-    if name == "none":
-        assert torch.equal(made, x[:, :, 2:18, 2:18])
-    else:
-        assert not torch.equal(made, augmented(name, x, seed=3))
-        assert made.is_contiguous()
+    assert not torch.equal(made, augmented(name, x, seed=3))
+    assert made.is_contiguous()
 
 
 def test_the_centre_of_256_is_224():
