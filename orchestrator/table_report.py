@@ -182,7 +182,9 @@ def duels(table: Table, outcomes: Sequence[Outcome]) -> list[Duel]:
     for group in table.compared.values():
         for line in table.published.columns if table.by_rows else table.published.rows:
             ran = _ran(table, outcomes, group, line)
-            best = max(ran, key=lambda method: _sign(ran[method]) * (ran[method].cell.published or 0.0), default="")
+            best = _best(table, outcomes, group, line)
+            if best not in ran:
+                continue
             for method in ran.keys() - {best}:
                 ours, theirs = ran[best].by_seed, ran[method].by_seed
                 pairs = [_sign(ran[best]) * (ours[seed] - theirs[seed]) for seed in ours if seed in theirs]
@@ -206,11 +208,24 @@ def _sign(o: Outcome) -> int:
 
 def _ran(table: Table, outcomes: Sequence[Outcome], group: Sequence[str], line: str) -> dict[str, Outcome]:
     """Return the outcome of each method of a line for which there are both numbers."""
+    return {method: o for method, o in _printed(table, outcomes, group, line).items() if o.values}
+
+
+def _best(table: Table, outcomes: Sequence[Outcome], group: Sequence[str], line: str) -> str | None:
+    """Return the method that is the best of a line in the paper, whether it has been run or not."""
+    printed = _printed(table, outcomes, group, line)
+    return max(
+        printed, key=lambda method: _sign(printed[method]) * (printed[method].cell.published or 0.0), default=None
+    )
+
+
+def _printed(table: Table, outcomes: Sequence[Outcome], group: Sequence[str], line: str) -> dict[str, Outcome]:
+    """Return the outcome of each method of a line for which the paper has a number."""
     found = {}
     for o in outcomes:
         method, place = (o.cell.row, o.cell.column) if table.by_rows else (o.cell.column, o.cell.row)
         compared = method in group and place == line and o.cell.reading and o.cell.reading.metric not in CLASSIFIER
-        if compared and o.cell.published is not None and o.values:
+        if compared and o.cell.published is not None:
             found[method] = o
     return found
 

@@ -159,7 +159,7 @@ def test_wrong_values(text, message):
         ("data: {zzzzz: 3}", "1:8: data.zzzzz: unknown key 'zzzzz'; known: alpha, clients, imbalance, name"),
         ("model: resnt8", "1:8: model.name: there is no model 'resnt8'; did you mean 'resnet"),
         ("model: {name: resnt8}", "1:15: model.name: there is no model 'resnt8'; did you mean 'resnet"),
-        ("model: {name: cnn_small, width: 3}", "1:33: model.width: model 'cnn_small' takes none; those that do: cnn_ecl"),
+        ("model: {name: cnn_small, width: 3}", "1:33: model.width: model 'cnn_small' takes none; those that do: cnn"),
         ("algorithm: fedprx", "1:12: algorithm.fedprx: there is no algorithm 'fedprx'; did you mean 'fedprox'?"),
         ("algorithm: ../losses", "1:12: algorithm.../losses: there is no algorithm '../losses'"),
         ("algorithm: [{fedprx: }]", "1:14: algorithm.fedprx: there is no algorithm 'fedprx'; did you mean 'fedprox'?"),
