@@ -24,6 +24,7 @@ class BalanceFL(FedAvg):
     """FedAvg whose clients train as if their data were balanced, and as if they had the classes they lack."""
 
     card: ClassVar[Card] = Card("class imbalance")
+    per_image: ClassVar[str] = "it draws images by their class"
     temperature: float = knob(2.0, gt=0)  #: T of the inheritance
     inherit_weight: float = knob(1.0, ge=0)  #: lambda, weight of the inheritance
     entropy_weight: float = knob(0.002, ge=0)  #: weight of the entropy, which is summed over the batch

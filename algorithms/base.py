@@ -189,7 +189,11 @@ class Client(Protocol):
 
     @property
     def y(self) -> Tensor:
-        """Their labels."""
+        """Their labels; where every pixel has one, maps [n, H, W] of which 255 is void."""
+
+    @property
+    def labels(self) -> Tensor:
+        """The label of each feature vector of the training images: y, or where pixels have labels one of each cell."""
 
     @property
     def owned(self) -> Tensor:
@@ -209,6 +213,9 @@ class Client(Protocol):
 
     def embed(self, w: Model) -> Tensor:
         """Return the features of all training images under a frozen body, without augmentation."""
+
+    def vectors(self, w: Model, rows: Tensor) -> Tensor:
+        """Return the feature vectors of these numbers, places in `labels`, as rows [m, d], without augmentation."""
 
     def classify(self, w: Model, h: Tensor, each: bool = False) -> Tensor:
         """Return the head's logits of features; of each expert, [M, B, C], where the head has several."""
@@ -306,6 +313,7 @@ class Algorithm:
     shares_head: ClassVar[bool] = True  #: whether all clients train one classifier
     later: ClassVar[Mapping[str, str]] = {}  #: phase, or "predict" -> hyperparameters that nothing before needs
     linear_head: ClassVar[bool] = False  #: whether it computes with weights of a linear classifier, and so has no other
+    per_image: ClassVar[str] = ""  #: why it makes no sense where every pixel has a label; empty: it does
 
     @property
     def name(self) -> str:

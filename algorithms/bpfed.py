@@ -24,6 +24,7 @@ class BPFed(Algorithm):
     }
     shares_head: ClassVar[bool] = False
     linear_head: ClassVar[bool] = True
+    per_image: ClassVar[str] = "it mixes images and fills up classes of them"
     mixup_alpha: float = knob(1.0, ge=0)  #: alpha: lambda ~ Beta(alpha, alpha); 0: no mixup
     mixup: Literal["batch", "sample"] = "batch"  #: what has a lambda of its own
     feature_augmentation: bool = True  #: FA: fill up the smaller classes; False: retrain on the features as they are
@@ -138,8 +139,7 @@ class BPFed(Algorithm):
         """Return q of each class as a row, by the counts before augmentation (eqs. 19, 20)."""
         n, delta = client.counts, 0.0 if self.smoothing == "none" else self.smooth_max
         others = (n >= 0 if self.smoothing == "all" else n > 0) * (1 - torch.eye(len(n), device=n.device))
-        g = delta * (n / n.max()) ** self.smooth_power * others.any(1)
-        return smoothed(g, others)
+        return smoothed(delta * (n / n.max()) ** self.smooth_power * others.any(1), others)
 
     def view(self, server: State) -> tuple[Any, ...]:
         """Clients predict with the shared extractor."""

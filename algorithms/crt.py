@@ -19,6 +19,7 @@ class CRT(Algorithm):
 
     card: ClassVar[Card] = Card("classifier", uploads="classifier")
     after: ClassVar[str | None] = "fedavg"
+    per_image: ClassVar[str] = "it draws images by their class"
     sampling: Literal["instance", "class_balanced"] = "class_balanced"  #: IB: images as they come; CB: classes alike
     rounds: int = knob(200, ge=1)  #: rounds of re-training
     lr: float | None = knob(None, gt=0)  #: learning rate of the re-training; None: the experiment's

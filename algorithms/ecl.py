@@ -43,6 +43,7 @@ class ECL(Algorithm):
     card: ClassVar[Card] = Card("personalized", uploads="nothing", keeps="classifier and experts")
     later: ClassVar[dict[str, str]] = {"predict": "expert_logit_weight norm_ratio norm_power scaling mask_unowned"}
     after: ClassVar[str | None] = "fedavg"
+    per_image: ClassVar[str] = "its experts divide images by their class"
     num_experts: int = knob(2, ge=1)  #: M, experts per client, but no more than it has classes
     expert_logit_weight: float = knob(0.5, ge=0, le=1)  #: lambda, weight of the expert beside the global model (eq. 6)
     norm_ratio: Literal["expert_over_global", "global_over_expert"] = "expert_over_global"  #: |u|/|u_0| of eq. 5

@@ -24,6 +24,7 @@ class FedAFA(Algorithm):
 
     card: ClassVar[Card] = Card("class imbalance", uploads="nothing", keeps="last stage and classifier")
     after: ClassVar[str | None] = "fedavg"
+    per_image: ClassVar[str] = "it draws images by their class"
     synthetic_weight: float = knob(0.6, ge=0, le=1)  #: c, weight of the batch that has made features in it
     threshold: float = knob(0.5, ge=0, le=1)  #: p, g's probability of the target from which a feature is accepted
     steps: int = knob(10, ge=0)  #: normalised gradient steps

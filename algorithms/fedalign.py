@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ EPS = 1e-12  #: keeps roots and ratios of what has died out finite
 class FedAlign(FedAvg):
     """FedAvg whose clients regularise their last stage: one stage, with batch norm, its convolutions not grouped."""
 
+    per_image: ClassVar[str] = "no network for pixels has a last stage with a slim form"
     mu: float = knob(0.45, ge=0)  #: mu, weight of the distillation
     width: float = knob(0.25, gt=0, le=1)  #: omega_S, share of the channels in the slim stage
     clip: float | None = knob(10.0, gt=0)  #: largest norm of a gradient; None: any

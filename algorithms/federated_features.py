@@ -20,7 +20,6 @@ from torch.nn.utils.rnn import pad_sequence
 from algorithms.base import Client, Model, Sum
 from algorithms.params import Params
 
-PART = 512  #: images per forward pass
 EPS = 1e-6  #: keeps the cosine with a vanishing gradient finite, as in CReFF's code
 
 
@@ -44,20 +43,22 @@ def gradient(h: Tensor, k: Tensor, v: tuple[Tensor, Tensor], share: Tensor) -> t
 def class_gradients(client: Client, w: Model, batch: int = 32, repeats: int = 10) -> dict[int, Tensor]:
     """Return z^k of each owned class: the mean gradient [C, d + 1] over repeated draws of its images (MuPFL eq. 16).
 
-    The body is frozen, so an image's features are computed once however often it is drawn.
+    The body is frozen, so an image's features are computed once however often it is drawn. Where pixels have labels,
+    what is drawn are the cells of feature maps.
     """
-    v, y = linear(w), client.y.cpu()
+    v, y = linear(w), client.labels.cpu()
     rows: dict[int, Tensor] = {}
     shares: dict[int, Tensor] = {}
     for k in client.owned.tolist():
         of_k = (y == k).nonzero().flatten()
+        if not len(of_k):  # a class of pixels too few for a cell
+            continue
         drawn = torch.cat([torch.randperm(len(of_k), generator=client.rng)[:batch] for _ in range(repeats)])
         times = torch.bincount(drawn, minlength=len(of_k))
         rows[k], shares[k] = of_k[times > 0], times[times > 0] / len(drawn)
     if not rows:
         return {}
-    parts = torch.split(torch.cat(list(rows.values())), PART)
-    h = torch.cat([client.features(w, client.images(part)) for part in parts])
+    h = client.vectors(w, torch.cat(list(rows.values())))
     z = {}
     for (k, share), h_k in zip(shares.items(), torch.split(h, [len(r) for r in rows.values()]), strict=True):
         weight, bias = gradient(h_k, torch.tensor(k, device=h.device), v, share.to(h))

@@ -35,6 +35,7 @@ class FedETF(Algorithm):
     later: ClassVar[dict[str, str]] = {
         "personalize": "personal_epochs alternations etf_epochs etf_lr projection_epochs projection_lr"
     }
+    per_image: ClassVar[str] = "its classifier is of one feature vector an image"
     projection: bool = True  #: p; False: the frame V lies in the feature space itself
     temperature: float = knob(1.0, gt=0)  #: beta as it starts to be learnt; with dot_regression it stays
     dot_regression: bool = False  #: 1/2 (v_y . h - |v_y|)^2 on batch-normalised h instead of the balanced loss

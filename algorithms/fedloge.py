@@ -35,6 +35,7 @@ class FedLoGe(Algorithm):
         "realign_personal": "la_fr lafr_base lafr_scale pm_logits finetune_epochs finetune_lr",
     }
     linear_head: ClassVar[bool] = True
+    per_image: ClassVar[str] = "its classifiers are of one feature vector an image"
     fixed_head: heads.Kind = "sse_c"  #: Psi*, the fixed classifier; rows of Tables 3, 8, 9
     sparsity: float = knob(0.6, ge=0, lt=1)  #: beta, the share of zeros in a sparse Psi*
     target_norm: float = knob(0.1, gt=0)  #: gamma, the norm of the class vectors of a sparse Psi*

@@ -18,6 +18,7 @@ class GPI(Algorithm):
     """All clients train once from the initial model; the rows of the classifier grow with the classes' sizes."""
 
     card: ClassVar[Card] = Card("preparation", uploads="class proxies", singles="upload")
+    per_image: ClassVar[str] = "it reads class sizes off a classifier of whole images"
     epochs: int = knob(1, ge=1)  #: local epochs of the proxy round
     normalise: bool = True  #: each client's proxy counts by its samples; False: raw, as eq. 7 is printed
     floor: float = knob(5.0, gt=0)  #: smallest pseudo count of a class (normalised form)

@@ -29,6 +29,7 @@ class LDAE(FedAvg):
     card: ClassVar[Card] = Card("class imbalance", uploads="model; class proxies once")
     after: ClassVar[str | None] = "gpi"
     inherits: ClassVar[tuple[str, ...]] = ("prior", "proxies")
+    per_image: ClassVar[str] = "no network for pixels has several experts"
     num_experts: int = knob(3, ge=1)  #: M; one expert is FedAvg with the experiment's loss and prior
     group_fraction: float = knob(0.5, ge=0, le=1)  #: alpha, the share of an expert's clients from its own group
     clients_per_expert: int | None = knob(None, ge=1)  #: S, for each expert; None: the experiment's clients per round

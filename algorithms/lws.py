@@ -20,6 +20,7 @@ class LWS(Algorithm):
 
     card: ClassVar[Card] = Card("classifier", uploads="nothing", keeps="a scale per class")
     after: ClassVar[str | None] = "fedavg"
+    per_image: ClassVar[str] = "it draws images by their class"
     epochs: int = knob(10, ge=0)  #: passes over the client's data, its classes drawn alike
     lr: float = knob(0.01, gt=0)  #: learning rate of the scales
 

@@ -26,6 +26,7 @@ class MiSLAS(Algorithm):
 
     card: ClassVar[Card] = Card("classifier", uploads="nothing", keeps="classifier")
     after: ClassVar[str | None] = "fedavg"
+    per_image: ClassVar[str] = "it draws images by their class"
     smooth_head: float = knob(0.3, ge=0, le=1)  #: eps_1, smoothing of the client's largest class
     smooth_tail: float = knob(0.0, ge=0, le=1)  #: eps_K, smoothing of its smallest class
     shift_bn: bool = False  #: shift learning: batch norm adopts the statistics of the classes drawn alike

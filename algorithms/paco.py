@@ -31,6 +31,7 @@ class PaCo(FedAvg):
     """FedAvg of a model and a projection; the queue and the momentum encoder last for one visit to a client."""
 
     card: ClassVar[Card] = Card("class imbalance", uploads="model and projection")
+    per_image: ClassVar[str] = "it contrasts whole images"
     pair_weight: float = knob(0.01, ge=0)  #: alpha, weight of a pair of images of one class
     centre_weight: float = knob(1.0, gt=0)  #: beta, weight of an image and the centre of its class
     feature_weight: float = knob(1.0, ge=0)  #: gamma, weight of images among what an image is told apart from

@@ -24,6 +24,7 @@ class RatioLoss(FedAvg):
     """FedAvg with class weights alpha + beta R_p, which the server finds anew in every round."""
 
     card: ClassVar[Card] = Card("class imbalance", needs="a few images of every class on the server")
+    per_image: ClassVar[str] = "its server owns images of each class"
     alpha: float = knob(1.0, ge=0)  #: alpha, the weight that every class has
     beta: float = knob(0.1, ge=0)  #: beta, what a ratio adds to it; 0 with alpha 1: FedAvg
     images_per_class: int = knob(5, ge=1)  #: auxiliary images on the server

@@ -23,6 +23,7 @@ class RIDE(FedAvg):
     """FedAvg of a network of experts; they predict by the mean of their logits."""
 
     card: ClassVar[Card] = Card("class imbalance")
+    per_image: ClassVar[str] = "no network for pixels has several experts"
     num_experts: int = knob(3, ge=1)  #: M; one expert is FedAvg with the experiment's loss
     diversity: float = knob(-0.2)  #: d, weight of the KL term; negative: experts are driven apart
     temperature_spread: float = knob(0.05, ge=0, lt=1)  #: gamma, how far temperatures follow the prior; 0: all are 1

@@ -24,6 +24,12 @@ def centre(x: Tensor, size: Size) -> Tensor:
     return x[:, :, top : top + h, left : left + w]
 
 
+def flip(x: Tensor, rng: torch.Generator, size: Size, black: Tensor) -> Tensor:
+    """Mirror every other image."""
+    mirror = torch.randint(2, (len(x), 1, 1, 1), generator=rng, dtype=torch.bool).to(x.device)
+    return torch.where(mirror, centre(x, size).flip(3), centre(x, size))
+
+
 def crop_flip(x: Tensor, rng: torch.Generator, size: Size, black: Tensor) -> Tensor:
     """Crop each image at a random place after padding by 4 black pixels, and mirror every other one."""
     x = centre(x, size)
@@ -83,6 +89,7 @@ def resampling(start: Tensor, side: Tensor, stored: int, wanted: int) -> Tensor:
 
 
 AUGMENTS: dict[str, Augment] = {
+    "flip": flip,
     "crop_flip": crop_flip,
     "crop_flip_cutout": crop_flip_cutout,
     "resized_crop_flip": resized_crop_flip,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
@@ -294,6 +296,14 @@ class RunDirectory:
         for name, picture in portraits.items():
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / f"{name}.json", picture)
+
+    def write_arrays(self, title: str, name: str, arrays: Mapping[str, Any]) -> None:
+        """Write what pictures of a phase are made of, where there is any."""
+        if arrays:
+            buffer = io.BytesIO()
+            np.savez_compressed(buffer, **arrays)
+            (self.path / "artifacts" / title).mkdir(parents=True, exist_ok=True)
+            write(self.path / "artifacts" / title / f"{name}.npz", buffer.getvalue())
 
     def exchange(self, source: Path, whose: str) -> None:
         """Continue with the state of another run; of its log only those rounds are taken over that are lacking here."""

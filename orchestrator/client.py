@@ -14,8 +14,8 @@ from torch import Tensor
 from algorithms.base import Fit, Model, Objective, State, Tap
 from algorithms.params import Params
 from algorithms.priors import pseudo_counts
-from orchestrator import evaluate
 from orchestrator.augment import centre
+from orchestrator.data import VOID
 
 if TYPE_CHECKING:
     from orchestrator.data.partition import Rows
@@ -26,6 +26,8 @@ def stream(seed: int, *key: int) -> int:
     """Return an independent seed for each purpose, wherever and whenever it is asked for."""
     return int(np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)[0] >> 1)
 
+
+PART = 512  #: images per forward pass where some vectors are asked for
 
 #: First numbers of a stream's key: who draws from it.
 CALL, MEMORY, SAMPLING, SERVER, DROPOUT, STRAGGLER, NOISE = range(7)
@@ -89,8 +91,19 @@ class Client:
 
     @cached_property
     def y(self) -> Tensor:
-        """Their labels."""
-        return self.worker.y_train[self.rows].to(self.worker.device)
+        """Their labels; where every pixel has one, as this client knows them, in bytes [n, H, W]."""
+        y = self.worker.y_train[self.rows]
+        known = y if y.dim() == 1 else torch.from_numpy(self.worker.split.relabelling(self.id))[y.int()]
+        return known.to(self.worker.device)
+
+    @cached_property
+    def labels(self) -> Tensor:
+        """The label of each feature vector: that of the image, or that in the middle of each cell of its map."""
+        if self.y.dim() == 1:
+            return self.y
+        size, cells = self.worker.size, self.worker.cells
+        down, across = (((torch.arange(n) + 0.5) * side / n).long() for n, side in zip(cells, size, strict=True))
+        return self.y[:, down[:, None].to(self.y.device), across.to(self.y.device)].flatten()
 
     @cached_property
     def owned(self) -> Tensor:
@@ -114,9 +127,21 @@ class Client:
     def embed(self, w: Model) -> Tensor:
         """Return the features of all training images under a frozen body, without augmentation."""
         with torch.no_grad():
-            in_memory, parts = isinstance(self.worker.x_train, Tensor), torch.arange(self.n).split(evaluate.BLOCK)
-            blocks = torch.split(self.x, evaluate.BLOCK) if in_memory else self._stored(parts)
+            in_memory, parts = isinstance(self.worker.x_train, Tensor), torch.arange(self.n).split(self.worker.block)
+            blocks = torch.split(self.x, self.worker.block) if in_memory else self._stored(parts)
             return torch.cat([self.worker.features(w, centre(x, self.worker.size)) for x in blocks])
+
+    def vectors(self, w: Model, rows: Tensor) -> Tensor:
+        """Return the feature vectors of these numbers; only images that have some of them are looked at."""
+        if self.y.dim() == 1:
+            return torch.cat([self.worker.features(w, self.images(part)) for part in rows.split(PART)])
+        found, cells = torch.zeros(len(rows), self.worker.network.dim, device=self.y.device), self.worker.cells
+        images, cell = rows // math.prod(cells), rows % math.prod(cells)
+        for part in images.unique().split(self.worker.block):
+            maps = self.worker.features(w, self.images(part)).flatten(2)
+            here = torch.isin(images, part)
+            found[here] = maps[torch.searchsorted(part, images[here]), :, cell[here]]
+        return found
 
     def classify(self, w: Model, h: Tensor, each: bool = False) -> Tensor:
         """Return the head's logits of features."""
@@ -128,7 +153,12 @@ class Client:
             return self.worker.logits(w, x)
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Return the experiment's loss with its prior."""
+        """Return the experiment's loss with its prior; of pixels, that of all which have a label."""
+        if y.dim() > 1:
+            known = y != VOID
+            if not known.any():
+                return 0.0 * logits.sum()
+            logits, y = logits.movedim(1, -1)[known], y[known].long()
         return self._loss(logits, y, self._given)
 
     def fit(
@@ -195,7 +225,11 @@ class Client:
             wanted = [part for part in parts[:left] if len(part) > 1 or data is not None or not self.worker.norms]
             given = self._stored(wanted) if data is None else (data[0][part] for part in wanted)
             for part, x in zip(wanted, given, strict=True):
+                known = y[part]
+                maps = data is None and known.dim() > 1 and self.augmented
+                x = torch.cat([x, known[:, None].to(x)], dim=1) if maps else x  # labels go where their pixels go
                 seen = [self.worker.augment(x, self.rng) if data is None else x for _ in range(views)]
-                yield seen[0] if views == 1 else torch.stack(seen), y[part]
+                x = seen[0] if views == 1 else torch.stack(seen)
+                yield (x[..., :-1, :, :], x[..., -1, :, :].byte()) if maps else (x, known)
             if left < len(parts):
                 return

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,13 +21,13 @@ from orchestrator.checkpoint import CheckpointError, RunDirectory, fingerprint
 from orchestrator.client import DROPOUT, NOISE, SAMPLING, SERVER, stream
 from orchestrator.cohort import TALLEST, Cohort, NothingUsable, cut
 from orchestrator.data import Dataset, Split, split
-from orchestrator.evaluate import Scores, SortedTest
+from orchestrator.evaluate import SortedTest
 from orchestrator.experiment import Experiment
 from orchestrator.gate import form, strangers
 from orchestrator.jobs import Job, Result
 from orchestrator.plan import Turn, plan
 from orchestrator.privacy import epsilon
-from orchestrator.scoring import portraits_of, score
+from orchestrator.scoring import Scored, examples_of, portraits_of, score
 from orchestrator.uploads import Part, fold
 from orchestrator.values import CPU, own, place, size
 from orchestrator.worker import REMEDY, ClientFailed, Worker, network
@@ -50,6 +51,7 @@ def split_for(experiment: Experiment, dataset: Dataset) -> Split:
         validation=data.validation,
         seed=experiment.seed,
         server_images=max(part.server_images for part in experiment.chain().parts),
+        classes_per_client=data.classes_per_client,
     )
 
 
@@ -100,7 +102,6 @@ class Driver:
         self.parts: tuple[Algorithm, ...] = experiment.chain().parts
         self.plan = plan(experiment)
         self.selectable = np.flatnonzero(split.counts.sum(1) > 0).tolist()
-        self.tests = SortedTest(dataset.y_test, dataset.classes)
         self.directory = None if directory is None else RunDirectory(directory)
         self.history: list[dict[str, Any]] = []
         self.round = 0
@@ -115,6 +116,11 @@ class Driver:
         self._written = {"tracking": 0.0, "checkpoint": 0.0}  # seconds that the writing after the last round took
         if not self._resume():
             self._enter(0, Params.of(network(experiment, dataset)))
+
+    @cached_property
+    def tests(self) -> SortedTest:
+        """The test images, sorted by their labels."""
+        return SortedTest(self.dataset.y_test, self.dataset.classes)
 
     # Rounds --------------------------------------------------------------------------------------------------------
 
@@ -203,6 +209,8 @@ class Driver:
             }
         if self.directory and (self.done or self.plan[self.round].part != turn.part):
             self.directory.write_portraits(turn.title, portraits_of(self, self.parts[self.part]))
+            if self.dataset.segmented and turn.phase.scored:
+                self.directory.write_arrays(turn.title, "examples", examples_of(self))
         metrics |= {f"time/{part}": seconds for part, seconds in self._written.items()}
         metrics["time/round"] = metrics["time/train"] + metrics.get("time/evaluate", 0.0)
         line["time"] = time.time()
@@ -323,7 +331,7 @@ class Driver:
         found = {id: self._pending.get(id, self.memory.get(id)) for id in ids}
         return {id: memory for id, memory in found.items() if memory is not None}
 
-    def evaluate(self, also: tuple[Algorithm, ...] = ()) -> list[Scores]:
+    def evaluate(self, also: tuple[Algorithm, ...] = ()) -> Sequence[Scored]:
         """Score all models as they are now; `also`: other settings of the algorithm, which only predict otherwise."""
         self._pending = {}
         return score(self, also)

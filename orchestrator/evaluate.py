@@ -36,8 +36,20 @@ SPLITS = "many", "medium", "few", "head", "middle", "tail"
 SPLIT_METRICS = "generic/acc", "personal/acc_dist", "personal/acc_owned"
 
 
-def known_metrics() -> list[str]:
-    """List every metric that a sweep may rank by."""
+#: Of segmentation: mean intersection over union, mean recall of the classes, share of pixels.
+PIXEL_METRICS = (
+    "generic/miou", "generic/macc", "generic/acc",
+    "personal/miou", "personal/macc", "personal/acc", "personal/miou_worst10",
+    "validation/miou", "validation/macc", "validation/acc", "train/loss",
+)  # fmt: skip
+
+
+def known_metrics(task: str | None = None) -> list[str]:
+    """List every metric that a sweep may rank by, or one of this task."""
+    if task is None:
+        return list(dict.fromkeys([*known_metrics("classification"), *PIXEL_METRICS]))
+    if task == "segmentation":
+        return list(PIXEL_METRICS)
     plain = ["personal/acc_owned_masked", "personal/acc_worst10", "generic/recall_tail", "train/loss"]
     held_out = ["validation/acc_dist", "validation/acc_owned"]
     return [*SPLIT_METRICS, *(f"{m}_{s}" for m in SPLIT_METRICS for s in SPLITS), *plain, *held_out]
@@ -146,13 +158,13 @@ def groups(counts: IntArray) -> dict[str, IntArray]:
     return split
 
 
-def _mean(values: Iterable[float]) -> float | None:
+def mean_of(values: Iterable[float]) -> float | None:
     """Return the mean of the values that exist, or None."""
     there = [v for v in values if not math.isnan(v)]
     return float(sum(there) / len(there)) if there else None
 
 
-def _rates(hits: Any, totals: Any) -> Array:
+def rates_of(hits: Any, totals: Any) -> Array:
     """Return hits / totals where there is something to hit, NaN elsewhere."""
     rates: Array = np.divide(hits, totals, out=np.full(np.shape(hits), np.nan), where=np.asarray(totals) > 0)
     return rates
@@ -234,40 +246,42 @@ class Scores:
         """Return each client's accuracy on its own, distribution-matched test images of some classes."""
         assert self.personal is not None
         hits, totals = self.personal[:, MATCHED][:, among].sum(1), self.matched[:, among].sum(1)
-        return list(_rates(hits, totals).tolist())
+        return list(rates_of(hits, totals).tolist())
 
     def _owned(self, what: int, among: Sequence[int] | IntArray | slice = slice(None)) -> list[float]:
         """Return each client's mean over its owned classes of the accuracy on all test images of the class."""
         assert self.personal is not None
         owned = ((self.split.counts[self.clients] > 0) & (self.test > 0))[:, among]
-        rates = _rates(self.personal[:, what], np.broadcast_to(self.test, self.personal[:, what].shape))[:, among]
-        return list(_rates(np.where(owned, rates, 0.0).sum(1), owned.sum(1)).tolist())
+        rates = rates_of(self.personal[:, what], np.broadcast_to(self.test, self.personal[:, what].shape))[:, among]
+        return list(rates_of(np.where(owned, rates, 0.0).sum(1), owned.sum(1)).tolist())
 
     def metrics(self) -> dict[str, float]:
         """Return every metric that this evaluation defines."""
         found: dict[str, float | None] = {}
         if self.generic is not None:
-            recalls = _rates(self.generic, self.test)
+            recalls = rates_of(self.generic, self.test)
             found["generic/acc"] = float(self.generic.sum() / self.test.sum())
             for name, members in self.groups.items():
-                found[f"generic/acc_{name}"] = _mean(
-                    [_rates(self.generic[members].sum(), self.test[members].sum()).item()]
+                found[f"generic/acc_{name}"] = mean_of(
+                    [rates_of(self.generic[members].sum(), self.test[members].sum()).item()]
                 )
-            found["generic/recall_tail"] = _mean(recalls[self.groups["tail"]].tolist())
+            found["generic/recall_tail"] = mean_of(recalls[self.groups["tail"]].tolist())
         if self.personal is not None:
             accuracies = self._dist()
-            found["personal/acc_dist"] = _mean(accuracies)
-            found["personal/acc_owned"] = _mean(self._owned(OWNED))
-            found["personal/acc_owned_masked"] = _mean(self._owned(MASKED))
+            found["personal/acc_dist"] = mean_of(accuracies)
+            found["personal/acc_owned"] = mean_of(self._owned(OWNED))
+            found["personal/acc_owned_masked"] = mean_of(self._owned(MASKED))
             for name, members in self.groups.items():
-                found[f"personal/acc_dist_{name}"] = _mean(self._dist(members))
-                found[f"personal/acc_owned_{name}"] = _mean(self._owned(OWNED, members))
+                found[f"personal/acc_dist_{name}"] = mean_of(self._dist(members))
+                found[f"personal/acc_owned_{name}"] = mean_of(self._owned(OWNED, members))
             worst = sorted(a for a in accuracies if not math.isnan(a))
-            found["personal/acc_worst10"] = _mean(worst[: math.ceil(len(worst) / 10)])
+            found["personal/acc_worst10"] = mean_of(worst[: math.ceil(len(worst) / 10)])
             if self.held_out.sum():
-                rates = _rates(self.personal[:, HELD_OUT], self.held_out)
-                found["validation/acc_dist"] = _mean(
-                    _rates(self.personal[:, HELD_OUT].sum(1), self.held_out.sum(1)).tolist()
+                rates = rates_of(self.personal[:, HELD_OUT], self.held_out)
+                found["validation/acc_dist"] = mean_of(
+                    rates_of(self.personal[:, HELD_OUT].sum(1), self.held_out.sum(1)).tolist()
                 )
-                found["validation/acc_owned"] = _mean([_mean(r) or 0.0 for r in rates.tolist() if _mean(r) is not None])
+                found["validation/acc_owned"] = mean_of(
+                    [mean_of(r) or 0.0 for r in rates.tolist() if mean_of(r) is not None]
+                )
         return {k: v for k, v in found.items() if v is not None}

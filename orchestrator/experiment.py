@@ -41,13 +41,16 @@ from orchestrator.fields import (
     either,
     fitting,
     gpu_share,
+    labelled,
     listed,
+    of_pixels,
     read_aggregation,
     read_chain,
     read_loss,
     read_scheduler,
     seconds,
     some,
+    within,
 )
 from orchestrator.yaml_file import Document, InputError, Keys, dotted, emit, load, parse, short, told
 
@@ -90,17 +93,40 @@ def as_published(name: Any) -> bool:
     return isinstance(name, str) and name in SOURCES and SOURCES[name].as_published
 
 
+def task_of(name: Any) -> str:
+    """Return what is usually learned from a data set."""
+    from orchestrator.data.sources import SEGMENTED
+
+    return "segmentation" if isinstance(name, str) and name in SEGMENTED else "classification"
+
+
 class Data(Part):
     """What is learned, and how it is spread over the clients."""
 
     name: str = "digits"
     root: str | None = None
     clients: Count = 20
-    partition: Literal["per_class", "per_class_capped", "grouped_equal"] = "per_class"
+    partition: Literal["per_class", "per_class_capped", "grouped_equal", "foreground"] = Field(
+        default=None, validate_default=True
+    )
+    classes_per_client: Count = 1
     alpha: Positive = 0.5
     imbalance: Annotated[Number, Field(ge=1)] = Field(default=None, validate_default=True)
     test_alloc: Literal["floor", "ceil_owned"] = "floor"
     validation: Annotated[Number, Field(ge=0, lt=0.9)] = 0.0
+
+    @field_validator("partition", mode="before")
+    @classmethod
+    def _divided(cls, partition: Any, info: ValidationInfo) -> Any:
+        usual = "foreground" if task_of(info.data.get("name")) == "segmentation" else "per_class"
+        return usual if partition is None else partition
+
+    @field_validator("classes_per_client")
+    @classmethod
+    def _known(cls, number: int, info: ValidationInfo) -> int:
+        if number > 1 and info.data.get("partition", "foreground") != "foreground":
+            raise ValueError("is of partition foreground; with any other, clients have the classes that they are dealt")
+        return number
 
     @field_validator("imbalance", mode="before")
     @classmethod
@@ -176,7 +202,7 @@ class Local(Part):
     schedule: Schedule | None = None
     loss: Annotated[Named, BeforeValidator(read_loss)] = Field(default="ce", validate_default=True)
     prior: str = Field(default="none", validate_default=True)
-    augment: Literal["auto", "none", "crop_flip", "crop_flip_cutout", "resized_crop_flip"] = "auto"
+    augment: Literal["auto", "none", "flip", "crop_flip", "crop_flip_cutout", "resized_crop_flip"] = "auto"
 
     @field_validator("prior")
     @classmethod
@@ -241,6 +267,7 @@ class Experiment(Part):
     """Everything that determines one run."""
 
     data: Data = Data()
+    task: Literal["classification", "segmentation"] = Field(default=None, validate_default=True)
     model: Model = Field(default=None, validate_default=True)
     algorithm: Annotated[tuple[Named, ...], BeforeValidator(read_chain)] = Field(
         default=algorithms.DEFAULT, validate_default=True
@@ -254,6 +281,19 @@ class Experiment(Part):
     failures: Failures = Failures()
     cluster: Cluster = Cluster()
 
+    @field_validator("task", mode="before")
+    @classmethod
+    def _usual_task(cls, task: Any, info: ValidationInfo) -> Any:
+        return task_of(info.data.get("data", Data()).name) if task is None else task
+
+    @field_validator("task")
+    @classmethod
+    def _of_data(cls, task: str, info: ValidationInfo) -> str:
+        if "data" in info.data:
+            data = info.data["data"]
+            labelled(task, data.name, data.partition, data.test_alloc)
+        return task
+
     @field_validator("model", mode="before")
     @classmethod
     def _usual(cls, model: Any, info: ValidationInfo) -> Any:
@@ -261,14 +301,35 @@ class Experiment(Part):
 
         model = {"name": model} if isinstance(model, str) else {} if model is None else model
         if isinstance(model, Mapping) and model.get("name") is None:
-            return {**model, "name": default_model(info.data.get("data", Data()).name)}
+            name, task = info.data.get("data", Data()).name, info.data.get("task", "classification")
+            return {**model, "name": default_model(name, task)}
         return model
+
+    @field_validator("model")
+    @classmethod
+    def _able(cls, model: Model, info: ValidationInfo) -> Model:
+        from orchestrator.models import MODELS
+
+        if (task := info.data.get("task")) and MODELS[model.name].task != task:
+            able = ", ".join(name for name in MODELS if MODELS[name].task == task)
+            raise ValueError(f"'{model.name}' is a network for {MODELS[model.name].task}; those for {task}: {able}")
+        return model
+
+    @field_validator("algorithm")
+    @classmethod
+    def _defined(cls, chain: tuple[Named, ...], info: ValidationInfo) -> tuple[Named, ...]:
+        if info.data.get("task") == "segmentation":
+            of_pixels(chain)
+        return chain
 
     @field_validator("local")
     @classmethod
     def _fits(cls, local: Local, info: ValidationInfo) -> Local:
         if "algorithm" in info.data:
-            fitting(info.data["algorithm"], local.loss, local.prior)
+            fitting(info.data["algorithm"], local.loss, local.prior, info.data.get("task") == "segmentation")
+        if info.data.get("task") == "segmentation" and local.augment not in ("auto", "none", "flip"):
+            why = "would move the labels of pixels otherwise than their pixels"
+            raise within("augment", f"'{local.augment}' {why}; for segmentation choose flip or none")
         return local
 
     @field_validator("aggregation")
@@ -411,10 +472,20 @@ def read(
     if found:
         raise InputError([told(root.place(each.path, each.key), dotted(each.path), each.text) for each in found])
     sweep = Sweep(Search.model_validate(searched), tree, root, _cases(root, cases), table)
+    if "metric" not in (searched or {}) and all(map(_segments, sweep.variants())):
+        sweep = replace(sweep, search=sweep.search.model_copy(update={"metric": "personal/miou"}))
     check(sweep)
     if table is not None:
         table_file.check(sweep)
     return sweep
+
+
+def _segments(sweep: Sweep) -> bool:
+    """Tell whether a sweep is one of segmentation, as far as that is plain."""
+    task, data = sweep.experiment.get("task"), sweep.experiment.get("data")
+    return task == "segmentation" or (
+        task is None and isinstance(data, dict) and task_of(data.get("name")) != "classification"
+    )
 
 
 def _preset(document: Document, name: str | None) -> Document:
@@ -539,9 +610,14 @@ def filled_in(sweep: Sweep) -> Sweep:
         if isinstance(tree.get(name, {}), dict):
             tree[name] = part().model_dump(mode="json") | tree.get(name, {})
     given = [variant.experiment.get("data") for variant in sweep.variants()]
-    own = isinstance(tree["data"], dict) and "imbalance" not in (sweep.experiment.get("data") or {})
-    if own and any(name in str(given) for name in SOURCES if as_published(name)):  # in an open leaf, too
-        del tree["data"]["imbalance"]  # a default that goes by the data set
+    by_name: dict[str, Callable[[str], bool]] = {
+        "imbalance": as_published,
+        "partition": lambda name: task_of(name) == "segmentation",
+    }
+    for key, special in by_name.items() if isinstance(tree["data"], dict) else ():
+        own = key not in (sweep.experiment.get("data") or {})
+        if own and any(name in str(given) for name in SOURCES if special(name)):  # in an open leaf, too
+            del tree["data"][key]  # a default that goes by the data set
     tree = {"rounds": Experiment().rounds, "seed": 0} | tree
     return replace(sweep, experiment=tree)
 

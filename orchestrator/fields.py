@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 import algorithms
 from algorithms.aggregations import AGGREGATIONS
 from algorithms.losses import LOSSES
+from algorithms.priors import ESTIMATED
 from orchestrator.privacy import accountant
 from orchestrator.schedulers import SCHEDULERS
 from orchestrator.yaml_file import Keys, dotted, short
@@ -237,13 +238,51 @@ def read_chain(value: Any) -> Any:
     return tuple(chain)
 
 
-def fitting(chain: Sequence[Named], loss: Named, prior: str) -> None:
-    """Refuse a loss or a prior that an algorithm of the chain cannot learn by."""
+def within(key: str, text: str) -> PydanticCustomError:
+    """Return a complaint about a key of what is being validated."""
+    return _within([Complaint((key,), text)])
+
+
+def labelled(task: str, name: str, partition: str, test_alloc: str) -> None:
+    """Refuse a task for which a data set has no labels, and clients' data by labels that it does not have."""
+    from orchestrator.data import DATASETS
+    from orchestrator.data.sources import SEGMENTED
+
+    if name in DATASETS and (name in SEGMENTED) != (task == "segmentation"):
+        has = "every pixel" if name in SEGMENTED else "every image"
+        able = [other for other in DATASETS if (other in SEGMENTED) == (task == "segmentation")]
+        raise ValueError(f"'{name}' has a label for {has}, which is not what {task} learns; it can: {', '.join(able)}")
+    if task == "segmentation" and partition != "foreground":
+        why = "goes by the label of an image, but here an image has many"
+        raise ValueError(f"data.partition '{partition}' {why}; choose foreground")
+    if task == "segmentation" and test_alloc != "floor":
+        raise ValueError(
+            f"data.test_alloc '{test_alloc}' is of labels of images; here all are tested by all: leave it out"
+        )
+    if task == "classification" and partition == "foreground":
+        raise ValueError("data.partition 'foreground' is of labels of pixels; choose another, or the task segmentation")
+
+
+def of_pixels(chain: Sequence[Named]) -> None:
+    """Refuse algorithms that are not defined where every pixel has a label."""
+    reasons = {i: (name, algorithms.find(name).per_image) for i, (name, _) in enumerate(chain)}
+    text = "'{}' does not do segmentation: {}; the catalogue (--list) says which methods do"
+    if found := [Complaint((i, name), text.format(name, why), True) for i, (name, why) in reasons.items() if why]:
+        raise _within(found)
+
+
+def fitting(chain: Sequence[Named], loss: Named, prior: str, pixels: bool = False) -> None:
+    """Refuse a loss or a prior that an algorithm of the chain, or a task of labels of pixels, cannot learn by."""
     try:
         parts = algorithms.build(({name: knobs} for name, knobs in chain), prior).parts
     except ValueError as error:
         raise _within([Complaint(("prior",), str(error))]) from None
     name, knobs = loss
+    if pixels and ESTIMATED.get(prior):
+        why = algorithms.find(ESTIMATED[prior]).per_image
+        raise within("prior", f"prior '{prior}' does not do segmentation: {why}; choose local or global")
+    if pixels and LOSSES[name](**knobs).cosine is not None:
+        raise within("loss", f"loss '{name}' needs a cosine classifier, and no network for segmentation has one")
     reasons = dict.fromkeys(part.refuses(LOSSES[name](**knobs)) for part in parts)
     found = [Complaint(("loss",), f"loss '{name}' does not fit: {reason}") for reason in reasons if reason]
     if found:

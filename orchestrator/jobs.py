@@ -16,7 +16,9 @@ from orchestrator.uploads import Part
 class Job:
     """A client method to run on some clients: all that a worker needs to know besides the shared values."""
 
-    task: str  #: "run" a client method, "predict" with the generic model, "count" hits, or take "moments"
+    #: "run" a client method, "predict" with the generic model, "count" hits, take "moments"; of pixels "compare" the
+    #: generic model's with the truth, "confuse" those of the clients' own, or "segment" some images
+    task: str
     part: int  #: which algorithm of the chain
     method: str
     ids: tuple[int, ...]

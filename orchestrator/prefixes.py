@@ -27,7 +27,7 @@ LARGEST = 10 * 2**30  #: bytes that the cache may keep; what was used least rece
 #: Files that compute something.
 ENGINE = (
     "client", "worker", "augment", "jobs", "uploads", "values", "cohort",
-    "driver", "evaluate", "scoring", "gate", "plan", "privacy", "experiment",
+    "driver", "evaluate", "segmentation", "scoring", "gate", "plan", "privacy", "experiment",
 )  # fmt: skip
 SCORES = ("generic/", "personal/", "validation/", "time/evaluate")  #: metrics that an evaluation adds
 

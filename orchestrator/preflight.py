@@ -15,6 +15,7 @@ from rich.console import Console
 
 from orchestrator.data import DataError, Dataset, load
 from orchestrator.driver import data_key, split_for
+from orchestrator.evaluate import known_metrics
 from orchestrator.experiment import Experiment, InputError, Search, dump
 from orchestrator.resources import Share, concurrency, share
 from orchestrator.space import Trial
@@ -28,6 +29,9 @@ def check_metric(metric: str, trials: Sequence[Trial]) -> None:
     kind = metric.split("/")[0]
     for trial in trials:
         e = trial.experiment
+        if metric not in (known := known_metrics(e.task)):
+            near = ", ".join(m for m in known if m.startswith(f"{kind}/"))
+            raise InputError([f"search.metric: {metric} is not reported by {e.task} (trial {trial.id}); it has {near}"])
         if kind in ("generic", "personal") and kind not in e.evaluate.what:
             raise InputError([f"search.metric: {metric} is not reported: evaluate.what lacks '{kind}'"])
         if kind == "validation" and not (e.data.validation and "personal" in e.evaluate.what):

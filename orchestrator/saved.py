@@ -17,7 +17,6 @@ from algorithms.base import Algorithm, Predictor
 from orchestrator.checkpoint import CheckpointError, pack, unpack, write
 from orchestrator.data import Dataset, Split
 from orchestrator.driver import Driver
-from orchestrator.evaluate import BLOCK
 from orchestrator.experiment import Experiment
 from orchestrator.values import CPU, place
 from orchestrator.worker import Worker
@@ -31,11 +30,13 @@ class Saved:
     def __init__(self, parts: dict[str, Any]) -> None:
         self.parts = parts
         data, counts = parts["data"], parts["counts"].numpy()
-        images, labels = np.zeros((0, *data["shape"]), np.uint8), np.zeros(0, np.int64)
-        scale = tuple(data["mean"]), tuple(data["std"])
-        dataset = Dataset(data["name"], images, labels, images, labels, counts.shape[1], *scale)
-        nothing = (labels,) * len(counts)
         experiment = Experiment.model_validate(parts["experiment"])
+        images, nobody = np.zeros((0, *data["shape"]), np.uint8), np.zeros(0, np.int64)
+        self.pixels: tuple[int, ...] = tuple(data["shape"][1:]) if experiment.task == "segmentation" else ()
+        labels = np.zeros((0, *self.pixels), np.int64)
+        scale, classes = (tuple(data["mean"]), tuple(data["std"])), counts.shape[1] - bool(self.pixels)
+        dataset = Dataset(data["name"], images, labels, images, labels, classes, *scale)
+        nothing = (nobody,) * len(counts)
         self._worker = Worker(experiment, dataset, Split(nothing, nothing, nothing, counts))
 
     def predictor(self) -> Predictor | None:
@@ -46,15 +47,15 @@ class Saved:
         return getattr(algorithm, self.parts["kind"])(client, *view)  # type: ignore[no-any-return]
 
     def predict(self, images: Any, params: Any = None) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Return the logits [N, classes] of images, bytes [N, C, H, W]."""
+        """Return the logits [N, classes] of images, bytes [N, C, H, W]; of pixels [N, classes, H, W]."""
         x, shape = torch.as_tensor(np.asarray(images)), tuple(self.parts["data"]["shape"])
         if x.dtype != torch.uint8 or x.shape[1:] != shape:
             wanted = ", ".join(map(str, ("N", *shape)))
             raise ValueError(f"images must be bytes of shape [{wanted}], not {x.dtype} {list(x.shape)}")
         model = self.predictor()
         assert model is not None
-        logits = [torch.zeros(0, self.parts["counts"].shape[1])]
-        for block in x.split(BLOCK) if len(x) else ():
+        logits = [torch.zeros(0, self.parts["counts"].shape[1], *self.pixels)]
+        for block in x.split(self._worker.block) if len(x) else ():
             with self._worker.predicting():
                 logits.append(model(self._worker.images(block, range(len(block)))))
         found: np.ndarray[Any, np.dtype[np.float32]] = torch.cat(logits).numpy()

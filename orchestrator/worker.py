@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from algorithms.aggregations import Aggregation
 from algorithms.base import Algorithm, Model, State, Tap
 from algorithms.params import Params
 from algorithms.priors import PRIORS
-from orchestrator import evaluate, models
+from orchestrator import evaluate, models, segmentation
 from orchestrator.augment import AUGMENTS, centre
 from orchestrator.client import CALL, MEMORY, STRAGGLER, Client, stream
 from orchestrator.data import Dataset, ImageFiles, Split
@@ -70,14 +70,25 @@ class Worker:
         }
         self.x_train, self.y_train = self._store(dataset.x_train), torch.from_numpy(dataset.y_train)
         self.x_test, self.y_test = self._store(dataset.x_test), torch.from_numpy(dataset.y_test)
-        owns = np.bincount(dataset.y_train[split.server], minlength=dataset.classes)
+        owns = np.bincount(dataset.y_train[split.server].ravel(), minlength=dataset.outputs)
         self.counts = torch.from_numpy(np.vstack([split.counts, owns])).to(device, torch.float32)  # the server's last
         self.everywhere = self.counts[: split.server_id].sum(0)
         self.mean, self.std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (dataset.mean, dataset.std))
         named = dataset.augment if experiment.local.augment == "auto" else experiment.local.augment
         self._augment, self.augmented, self.size = AUGMENTS.get(named), named != "none", dataset.shape[1:]
-        self.tests = evaluate.SortedTest(dataset.y_test, dataset.classes)
+        self.block = segmentation.BLOCK if dataset.segmented else evaluate.BLOCK  # images per forward pass
         self._memo: dict[Any, tuple[Any, Tensor]] | None = None
+
+    @cached_property
+    def tests(self) -> evaluate.SortedTest:
+        """The test images, sorted by their labels."""
+        return evaluate.SortedTest(self.y_test.numpy(), self.counts.shape[1])
+
+    @cached_property
+    def cells(self) -> tuple[int, ...]:
+        """Height and width of the map of features that the body makes of an image."""
+        with torch.no_grad():
+            return tuple(self.network.body(torch.zeros(1, len(self.mean), *self.size, device=self.device)).shape[2:])
 
     # Networks as functions of their weights ------------------------------------------------------------------------
 
@@ -217,6 +228,9 @@ class Worker:
             "predict": partial(evaluate.predict, self),
             "count": partial(evaluate.count, self),
             "moments": partial(evaluate.moments, self),
+            "compare": partial(segmentation.compare, self),
+            "confuse": partial(segmentation.confuse, self),
+            "segment": partial(segmentation.segment, self),
         }
         began = time.perf_counter()
         tasks[job.task](job, place(shared, self.device), place(origin, self.device), result)
@@ -316,7 +330,7 @@ def network(experiment: Experiment, dataset: Dataset) -> models.Network:
     return models.build(
         model.name,
         dataset.shape,
-        dataset.classes,
+        dataset.outputs,
         width=model.width,
         experts=experts,
         cosine=cosine,

@@ -2,7 +2,8 @@
 
 from orchestrator.data.datasets import DATASETS, Dataset, load
 from orchestrator.data.files import ImageFiles
+from orchestrator.data.maps import VOID
 from orchestrator.data.readers import DataError
 from orchestrator.data.splits import Split, describe, split
 
-__all__ = ["DATASETS", "DataError", "Dataset", "ImageFiles", "Split", "describe", "load", "split"]
+__all__ = ["DATASETS", "VOID", "DataError", "Dataset", "ImageFiles", "Split", "describe", "load", "split"]

@@ -10,8 +10,9 @@ import numpy as np
 
 from orchestrator.data.files import ImageFiles
 from orchestrator.data.images import image_folder
-from orchestrator.data.readers import Arrays, DataError, Images, Labels, npz
-from orchestrator.data.sources import SOURCES, VARIABLE, find, places
+from orchestrator.data.maps import VOID, label_maps
+from orchestrator.data.readers import Arrays, DataError, Images, Labels, archive, npz
+from orchestrator.data.sources import SEGMENTED, SOURCES, VARIABLE, find, places
 
 DATASETS: tuple[str, ...] = ("digits", *SOURCES)
 
@@ -30,6 +31,17 @@ class Dataset:
     std: tuple[float, ...]
     augment: str = "none"
     crop: int | None = None  #: side of what a network sees of an image; None: all of it
+    names: tuple[str, ...] = ()  #: of the classes, where they are known
+
+    @property
+    def segmented(self) -> bool:
+        """Whether every pixel has a label, in maps of bytes [N, H, W] of which 255 is void."""
+        return self.y_train.ndim == 3
+
+    @property
+    def outputs(self) -> int:
+        """How many classes a network tells apart: of pixels one more than there are, the background."""
+        return self.classes + self.segmented
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -55,23 +67,27 @@ def load(name: str, root: str | Path | None = None, *, download: bool = True) ->
     try:
         if name in SOURCES:
             source = SOURCES[name]
-            return _dataset(name, find(name, root, download), source.mean, source.std, source.augment, source.crop)
-        arrays = _digits() if name == "digits" else _own(name, root)
+            arrays = find(name, root, download)
+            return _dataset(name, arrays, source.names, source.mean, source.std, source.augment, source.crop)
+        arrays, names = (_digits(), ()) if name == "digits" else _own(name, root)
     except (OSError, RuntimeError) as error:  # a path that is too long, not ours to read, or in the home of nobody
         raise DataError(f"data set {name!r} cannot be read: {error}; correct its name or the data root") from error
     assert isinstance(arrays.x_train, np.ndarray)
-    return _dataset(name, arrays, *_moments(arrays.x_train))
+    return _dataset(name, arrays, names, *_moments(arrays.x_train))
 
 
 def _dataset(
     name: str,
     arrays: Arrays,
+    names: tuple[str, ...],
     mean: tuple[float, ...],
     std: tuple[float, ...],
     augment: str = "none",
     crop: int | None = None,
 ) -> Dataset:
-    return Dataset(name, *arrays, int(arrays.y_train.max()) + 1, mean, std, augment, crop)
+    labels = arrays.y_train if arrays.y_train.ndim == 1 else arrays.y_train[arrays.y_train != VOID]
+    classes = len(SOURCES[name].names) if name in SEGMENTED else int(labels.max()) + 1
+    return Dataset(name, *arrays, classes, mean, std, augment, crop, names[:classes])
 
 
 def _digits() -> Arrays:
@@ -86,13 +102,16 @@ def _digits() -> Arrays:
     return Arrays(x[train], y[train], x[~train], y[~train])
 
 
-def _own(name: str, root: str | Path | None) -> Arrays:
+def _own(name: str, root: str | Path | None) -> tuple[Arrays, tuple[str, ...]]:
     paths = [place / Path(name).expanduser() for place in (*places(root), Path())]
     for path in paths:
         if path.suffix == ".npz" and path.is_file():
-            return npz(path)
+            found = archive(path)
+            if found["y_train"].ndim != 3:
+                return npz(path, found), ()
+            return label_maps(path, found), tuple(map(str, found.get("names", np.zeros(0)).ravel()))
         if path.is_dir():
-            return image_folder(path)
+            return image_folder(path), ()
     raise DataError(
         f"no data set {name!r}: it is none of {', '.join(DATASETS)}, and there is no .npz file or image folder at "
         f"{', '.join(str(path.absolute()) for path in paths)}. Its directory may be the data root or {VARIABLE}."

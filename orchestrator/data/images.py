@@ -70,7 +70,8 @@ def _listing(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _image(path: Path) -> Iterator[Any]:
+def open_image(path: Path) -> Iterator[Any]:
+    """Open an image file, or say which one is not readable."""
     from PIL import Image
 
     try:
@@ -83,14 +84,14 @@ def _image(path: Path) -> Iterator[Any]:
 
 
 def _header(path: Path) -> tuple[str, tuple[int, int]]:
-    with _image(path) as image:
+    with open_image(path) as image:
         return image.mode, image.size
 
 
 def _decode(paths: Sequence[Path], mode: str, size: tuple[int, int], resize: bool = False) -> Images:
     x = np.empty((len(paths), len(mode), size[1], size[0]), np.uint8)
     for row, path in zip(x, paths, strict=True):
-        with _image(path) as image:
+        with open_image(path) as image:
             if image.size != size and not resize:
                 raise DataError(f"{path} is {image.size}, the others are {size}")
             pixels = image.convert(mode)

@@ -1,4 +1,4 @@
-"""The long-tailed cut and the Dirichlet partitions among clients."""
+"""The long-tailed cut, and the partitions among clients: by Dirichlet draws, or of images whose pixels have labels."""
 
 import math
 from collections.abc import Callable
@@ -42,8 +42,7 @@ def draw(y: Labels, sizes: Rows, rng: np.random.Generator) -> Rows:
 
 def long_tail(y: Labels, classes: int, imbalance: float) -> Rows:
     """Keep n_max * imbalance ** (-c / (classes - 1)) rows of class c, the same rows whatever the seed of the run."""
-    if not (1 <= imbalance < math.inf):
-        raise DataError(f"imbalance must be a finite number of at least 1, not {imbalance}")
+    _check(imbalance)
     if imbalance == 1:
         return np.arange(len(y), dtype=np.int64)
     n_max = len(y) // classes
@@ -85,6 +84,25 @@ PARTITIONS: dict[str, Callable[[Labels, int, float, int], list[Rows]]] = {
     "per_class_capped": per_class_capped,
     "grouped_equal": grouped_equal,
 }
+
+
+def foreground(n: int, clients: int, imbalance: float, seed: int = 0) -> list[Rows]:
+    """Divide n images at random into parts whose sizes fall exponentially, the first `imbalance` times the last.
+
+    MuPFL says neither how large its subsets of Cityscapes are nor what its IF is of: that it is of their sizes is ours.
+    """
+    _check(imbalance)
+    if not 1 <= clients <= n:
+        raise DataError(f"{n} images cannot be divided among {clients} clients: use 1 to {n} clients")
+    shares = np.cumsum([imbalance ** (-k / max(clients - 1, 1)) for k in range(clients)])
+    order = np.argsort(stream(seed, PARTITION).bit_generator.random_raw(n), kind="stable")
+    ends = whole(shares / shares[-1] * n + 0.5)
+    return [np.sort(rows).astype(np.int64) for rows in np.split(order, ends[:-1])]
+
+
+def _check(imbalance: float) -> None:
+    if not (1 <= imbalance < math.inf):
+        raise DataError(f"imbalance must be a finite number of at least 1, not {imbalance}")
 
 
 def _begin(y: Labels, clients: int, alpha: float, seed: int) -> np.random.Generator:

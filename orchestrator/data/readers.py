@@ -43,7 +43,9 @@ class Folder:
     checksums: Mapping[str, str] = field(default_factory=dict)
 
     def has(self, name: str) -> bool:
-        """Tell whether the file is here, plain or gzipped."""
+        """Tell whether the file is here, plain or gzipped; a name that ends with a slash is a directory's."""
+        if name.endswith("/"):
+            return os.path.isdir(self.path / name)
         return os.path.isfile(self.path / name) or os.path.isfile(self.path / f"{name}.gz")
 
     def read(self, name: str) -> bytes:
@@ -118,20 +120,24 @@ def cifar_python(train: Sequence[str], test: Sequence[str], classes: int) -> Cal
     return _batches(batch, train, test)
 
 
-def npz(path: Path) -> Arrays:
-    """Read four arrays from one .npz: uint8 images [N, H, W], [N, H, W, C] or [N, C, H, W], and whole-number labels."""
+def archive(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """Read the four arrays of an .npz, and what may be beside them: which label is `void`, and `names` of classes."""
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            if missing := [name for name in Arrays._fields if name not in archive]:
-                raise DataError(f"{path} lacks the array {', '.join(missing)} (it has {', '.join(archive)})")
-            found = {name: archive[name] for name in Arrays._fields}
+        with np.load(path, allow_pickle=False) as content:
+            if missing := [name for name in Arrays._fields if name not in content]:
+                raise DataError(f"{path} lacks the array {', '.join(missing)} (it has {', '.join(content)})")
+            return {name: content[name] for name in (*Arrays._fields, "void", "names") if name in content}
     except DataError:
         raise
     except Exception as error:  # a broken zip file can raise anything
         raise DataError(f"{path} cannot be read as an .npz of plain arrays: {error}") from error
+
+
+def npz(path: Path, found: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+    """Take four arrays: uint8 images [N, H, W], [N, H, W, C] or [N, C, H, W], and a whole-number label of each."""
     parts: list[Any] = []
     for kind in ("train", "test"):
-        x, y = _channels_first(found[f"x_{kind}"], f"{path}: x_{kind}"), found[f"y_{kind}"]
+        x, y = channels_first(found[f"x_{kind}"], f"{path}: x_{kind}"), found[f"y_{kind}"]
         if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer) or len(y) != len(x):
             raise DataError(f"{path}: y_{kind} must be {len(x)} whole numbers, not {y.dtype} of shape {y.shape}")
         parts += [x, y]
@@ -178,7 +184,8 @@ def _labels(y: npt.NDArray[Any], classes: int, where: Path | str) -> Labels:
     return y.astype(np.int64)
 
 
-def _channels_first(x: npt.NDArray[Any], where: str) -> Images:
+def channels_first(x: npt.NDArray[Any], where: str) -> Images:
+    """Bring images to [N, C, H, W]."""
     if x.dtype != np.uint8 or x.ndim not in (3, 4) or 0 in x.shape:
         raise DataError(f"{where} must be uint8 [N, H, W], [N, H, W, C] or [N, C, H, W], not {x.dtype} {x.shape}")
     if x.ndim == 3:

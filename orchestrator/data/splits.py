@@ -11,7 +11,19 @@ from typing import Any
 import numpy as np
 
 from orchestrator.data.datasets import Dataset
-from orchestrator.data.partition import PARTITIONS, SERVER, TESTS, VALIDATION, Rows, draw, long_tail, stream, whole
+from orchestrator.data.maps import VOID, Maps
+from orchestrator.data.partition import (
+    PARTITIONS,
+    SERVER,
+    TESTS,
+    VALIDATION,
+    Rows,
+    draw,
+    foreground,
+    long_tail,
+    stream,
+    whole,
+)
 from orchestrator.data.readers import DataError, Labels
 
 TEST_ALLOCS = ("floor", "ceil_owned")
@@ -19,13 +31,18 @@ TEST_ALLOCS = ("floor", "ceil_owned")
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """The rows of each client in ascending order, and the class counts [clients, classes] of its training rows."""
+    """The rows of each client in ascending order, and the class counts [clients, classes] of its training rows.
+
+    Where every pixel has a label, counts are of pixels, and a client knows the classes of its foreground alone: every
+    other one is background to it, which is the last class.
+    """
 
     train: tuple[Rows, ...]
     validation: tuple[Rows, ...]
     test: tuple[Rows, ...]
     counts: Rows
     server: Rows = field(default_factory=lambda: np.zeros(0, np.int64))  #: rows of what the server owns, if anything
+    foreground: Rows = field(default_factory=lambda: np.zeros((0, 0), np.int64))  #: [clients, classes that it knows]
 
     @property
     def server_id(self) -> int:
@@ -50,6 +67,12 @@ class Split:
         """List the classes of which a client has training samples."""
         return np.flatnonzero(self.counts[client]).astype(np.int64)
 
+    def relabelling(self, client: int) -> Maps:
+        """Return what each label of a pixel becomes for a client."""
+        table = np.full(VOID + 1, self.counts.shape[1] - 1, np.uint8)
+        table[self.foreground[client]], table[VOID] = self.foreground[client], VOID
+        return table
+
     @cached_property
     def digest(self) -> str:
         """A SHA-256 over the rows and counts of all clients: equal for methods that differ in what the server owns."""
@@ -71,7 +94,9 @@ class Split:
         """Read what save wrote, and check it."""
         try:
             with np.load(path, allow_pickle=False) as archive:
-                parts: dict[str, Any] = {name: archive[name] for name in ("counts", "server") if name in archive}
+                parts: dict[str, Any] = {
+                    name: archive[name] for name in ("counts", "server", "foreground") if name in archive
+                }
                 for kind in ("train", "validation", "test"):
                     parts[kind] = tuple(np.split(archive[kind], archive[f"{kind}_ends"][:-1]))
                 split, digest = cls(**parts), str(archive["digest"])
@@ -82,7 +107,7 @@ class Split:
         return split
 
     def _flat(self) -> dict[str, Rows]:
-        flat = {"counts": self.counts}
+        flat = {"counts": self.counts} | ({"foreground": self.foreground} if self.foreground.size else {})
         for kind in ("train", "validation", "test"):
             rows: tuple[Rows, ...] = getattr(self, kind)
             flat[kind] = np.concatenate(rows)
@@ -101,17 +126,25 @@ def split(
     validation: float = 0.0,
     seed: int = 0,
     server_images: int = 0,
+    classes_per_client: int = 1,
 ) -> Split:
     """Cut the training set long-tailed, divide it among clients and give each a local test set of its own mixture.
 
     The server gets `server_images` of each class, without taking any from the clients.
     """
-    if partition not in PARTITIONS:
-        raise DataError(f"partition must be one of {', '.join(PARTITIONS)}, not {partition!r}")
+    if partition not in (*PARTITIONS, "foreground"):
+        raise DataError(f"partition must be one of {', '.join(PARTITIONS)} or foreground, not {partition!r}")
     if test_alloc not in TEST_ALLOCS:
         raise DataError(f"test_alloc must be one of {', '.join(TEST_ALLOCS)}, not {test_alloc!r}")
     if not 0 <= validation < 1:
         raise DataError(f"validation must be at least 0 and less than 1, not {validation}")
+    if dataset.segmented and partition != "foreground":
+        why = f"{dataset.name} has a label for every pixel, so that an image has many classes"
+        raise DataError(f"{why}, but partition {partition} goes by its only one: use task segmentation, and foreground")
+    if dataset.segmented:
+        return _of_pixels(dataset, clients, imbalance, validation, seed, classes_per_client)
+    if partition == "foreground":
+        raise DataError(f"partition foreground is of labels of pixels, but {dataset.name} has one label an image")
     y = dataset.y_train
     kept = long_tail(y, dataset.classes, imbalance)
     train, held = [], []
@@ -127,6 +160,32 @@ def split(
     if not server_images:
         return made
     return replace(made, server=auxiliary(y, np.full(dataset.classes, server_images), kept, train, seed))
+
+
+def _of_pixels(
+    dataset: Dataset, clients: int, imbalance: float, validation: float, seed: int, classes_per_client: int
+) -> Split:
+    """Divide images at random; client k knows the classes k, k + 1, ... and is tested on all test images (MuPFL)."""
+    classes = dataset.classes
+    if not 1 <= classes_per_client <= classes:
+        raise DataError(
+            f"classes_per_client must be 1 to {classes}, the classes of {dataset.name}, not {classes_per_client}"
+        )
+    known = (np.arange(clients)[:, None] + np.arange(classes_per_client)) % classes
+    train, held = [], []
+    for k, rows in enumerate(foreground(len(dataset.y_train), clients, imbalance, seed)):
+        nothing = np.zeros(len(rows), np.int64)
+        out = rows[draw(nothing, whole(np.array([len(rows) * validation])), stream(seed, VALIDATION, k))]
+        train.append(np.setdiff1d(rows, out, assume_unique=True))
+        held.append(out)
+    everything = np.arange(len(dataset.y_test))
+    made = Split(
+        tuple(train), tuple(held), (everything,) * clients, np.zeros((clients, classes + 1), np.int64), foreground=known
+    )
+    for k, rows in enumerate(train):
+        pixels = np.bincount(dataset.y_train[rows].ravel(), minlength=VOID + 1)
+        np.add.at(made.counts[k], made.relabelling(k)[:classes], pixels[:classes])
+    return made
 
 
 def auxiliary(y: Labels, sizes: Rows, kept: Rows, train: Sequence[Rows], seed: int) -> Rows:
@@ -153,7 +212,7 @@ def local_tests(y: Labels, counts: Rows, test_alloc: str, seed: int) -> tuple[Ro
 
 def describe(dataset: Dataset, split: Split) -> dict[str, Any]:
     """Sum up the data of a run for its record."""
-    sizes = split.counts.sum(1)
+    sizes = np.array([len(rows) for rows in split.train])
     return {
         "name": dataset.name,
         "digest": dataset.digest,
@@ -166,4 +225,4 @@ def describe(dataset: Dataset, split: Split) -> dict[str, Any]:
         "empty_tests": split.empty_tests,
         "server": len(split.server),
         "split": split.digest,
-    }
+    } | ({"class_names": list(dataset.names), "foreground": split.foreground.tolist()} if dataset.segmented else {})

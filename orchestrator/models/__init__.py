@@ -10,6 +10,7 @@ import torch
 from orchestrator.models.cnn import cnn_ecl, cnn_mupfl, cnn_small
 from orchestrator.models.experts import classify_by_cosine
 from orchestrator.models.network import Network, Shape, prepare
+from orchestrator.models.pixels import cnn_pixels, lraspp_mobilenet_v3_small
 from orchestrator.models.resnet import resnet8, resnet18, resnet20, resnet32, resnet34
 from orchestrator.models.vision import torchvision
 from orchestrator.models.zoo import mobilenet_v3_small, resnet50, resnext50
@@ -24,6 +25,7 @@ class Model:
     make: Callable[..., Network]  #: from shape, classes and the options below
     smallest: int  #: the shortest side of an image that still leaves a pixel in the last map
     options: tuple[str, ...] = ()
+    task: str = "classification"
 
 
 #: Every network by its name.
@@ -40,6 +42,8 @@ MODELS: Mapping[str, Model] = MappingProxyType(
         "resnet50": Model(resnet50, 32),
         "resnext50": Model(resnext50, 32),
         "mobilenet_v3_small": Model(mobilenet_v3_small, 32),
+        "cnn_pixels": Model(cnn_pixels, 4, ("width",), "segmentation"),
+        "lraspp_mobilenet_v3_small": Model(lraspp_mobilenet_v3_small, 32, (), "segmentation"),
     }
 )
 
@@ -52,12 +56,13 @@ _DEFAULTS = {
     "tiny_imagenet": "resnet32",
     "imagenet_lt": "resnet50",
     "inaturalist_user_160k": "resnet50",
+    "cityscapes": "lraspp_mobilenet_v3_small",
 }
 
 
-def default_model(dataset_name: str) -> str:
+def default_model(dataset_name: str, task: str = "classification") -> str:
     """Name the network usually trained on this data set."""
-    return _DEFAULTS.get(dataset_name, "cnn_small")
+    return _DEFAULTS.get(dataset_name, "cnn_pixels" if task == "segmentation" else "cnn_small")
 
 
 def build(

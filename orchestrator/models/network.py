@@ -29,8 +29,8 @@ class Stack(nn.Sequential):
 class Network(nn.Module):
     """A classifier cut into body and head, which knows the names of the parts that algorithms single out."""
 
-    body: nn.Sequential  #: image batch -> features [B, dim]; its last stage is one of its children
-    head: nn.Module  #: features -> logits [B, classes]
+    body: nn.Sequential  #: images -> features [B, dim], or maps [B, dim, h, w]; its last stage is one of its children
+    head: nn.Module  #: features -> logits [B, classes], or [B, classes, H, W]
 
     def __init__(
         self,

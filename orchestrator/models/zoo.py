@@ -23,7 +23,7 @@ def mobilenet_v3_small(shape: Shape, classes: int) -> Network:
     """Torchvision's MobileNetV3-small; its hidden classifier layer belongs to the body."""
     network = torchvision().models.mobilenet_v3_small(num_classes=classes)
     first, *blocks, last = network.features
-    _take_channels(first, "0", shape[0])
+    take_channels(first, "0", shape[0])
     hidden, act, _, head = network.classifier  # without its dropout: the body must be a function of its input
     # Stages end where the map shrinks. What follows the last block is trained together with it, so it is part of it.
     top = nn.Sequential(blocks[10], last, network.avgpool, nn.Flatten(), hidden, act)
@@ -50,7 +50,7 @@ def mobilenet_v3_small(shape: Shape, classes: int) -> Network:
 def _bottlenecks(name: str, shape: Shape, classes: int) -> Network:
     """Take the last layer off a torchvision ResNet, to be the head."""
     whole = getattr(torchvision().models, name)(num_classes=classes)
-    _take_channels(whole, "conv1", shape[0])
+    take_channels(whole, "conv1", shape[0])
     layers = OrderedDict[str, nn.Module](whole.named_children())  # in the order in which they are run
     head = layers.pop("fc")
     layers["flat"] = nn.Flatten()
@@ -64,7 +64,7 @@ def _bottlenecks(name: str, shape: Shape, classes: int) -> Network:
     )
 
 
-def _take_channels(module: nn.Module, name: str, channels: int) -> None:
+def take_channels(module: nn.Module, name: str, channels: int) -> None:
     """Exchange the first convolution for one that takes so many channels."""
     old = module.get_submodule(name)
     assert isinstance(old, nn.Conv2d)
