@@ -15,6 +15,7 @@ from orchestrator.summary import Configuration, lower_is_better
 METRICS = (
     "generic/acc", "generic/recall_tail",
     "personal/acc_dist", "personal/acc_owned", "personal/acc_owned_masked", "personal/acc_worst10",
+    "generic/miou", "generic/macc", "personal/miou", "personal/macc", "personal/acc", "personal/miou_worst10",
 )  # fmt: skip
 SHOTS = "many", "medium", "few", "head", "middle", "tail"
 BY_SIZE = tuple(f"{m}_{s}" for m in ("generic/acc", "personal/acc_dist", "personal/acc_owned") for s in SHOTS)

@@ -12,6 +12,7 @@ from typing import Any
 from orchestrator.comparison import Leaderboard, Paired, holm, leaderboards, ranking, signed_rank, t_test, targets
 from orchestrator.runs import NothingHere, Run, Source, compared, read_source
 from orchestrator.summary import HEADLINE, Configuration, lower_is_better
+from orchestrator.summary import headline as usual_metrics
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def collect(
     known = list(dict.fromkeys(m for c in found for t in c.trials for m in t["last"]))
     if metric is not None and metric not in known:
         raise NothingHere(f"--metric {metric}: no trial has reported it; {_nearest(metric, known)}")
-    usual = (m for m in ("personal/acc_dist", *HEADLINE, *known) if m in known)
+    usual = (m for m in ("personal/acc_dist", "personal/miou", *HEADLINE, *known) if m in known)
     wanted = metric or next((s.metric for s in sources if s.metric), None) or next(usual, "personal/acc_dist")
     mode = next((s.mode for s in sources if s.metric == wanted), "min" if lower_is_better(wanted) else "max")
     ranked = ranking(found, wanted, mode)
@@ -128,7 +129,7 @@ def ranking_rows(report: Report) -> list[dict[str, Any]]:
 
 def headline(report: Report) -> list[str]:
     """Return the metrics of the ranking: that of the sweep first."""
-    return list(dict.fromkeys([report.metric, *HEADLINE]))
+    return list(dict.fromkeys([report.metric, *usual_metrics(t for c in report.configurations for t in c.trials)]))
 
 
 def board_rows(board: Leaderboard) -> list[dict[str, Any]]:

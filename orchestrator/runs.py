@@ -8,6 +8,7 @@ import math
 import shlex
 import zipfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ class Run:
     per_class: Sequence[Row] = ()  #: of the last phase that has ended
     per_client: Sequence[Row] = ()
     figures: Mapping[str, Any] = field(default_factory=dict)  #: what the algorithm has drawn of itself, as JSON
+    examples: Mapping[str, Any] = field(default_factory=dict)  #: segmented images of the last phase that has some
     notes: Notes = field(default_factory=Notes)
 
     @property
@@ -182,6 +184,7 @@ def read_run(path: Path) -> Run:
         per_class=per_class,
         per_client=per_client,
         figures={p.stem: notes.json(p) for p in sorted(artifacts.glob("*/portraits/*.json"))},
+        examples=_examples(artifacts, notes),
     )
 
 
@@ -213,10 +216,15 @@ def _line(raw: bytes) -> dict[str, Any] | None:
         return None
 
 
+def _phases(artifacts: Path) -> list[Path]:
+    """Return the directories of phases, the last one first."""
+    folders = [p for p in artifacts.glob("[0-9]*-*") if p.name.split("-")[0].isdigit()]
+    return sorted(folders, key=lambda p: int(p.name.split("-")[0]), reverse=True)
+
+
 def _tables(artifacts: Path, notes: Notes) -> tuple[list[Row], list[Row]]:
     """Return the tables per class and per client of the last phase that has some."""
-    folders = [p for p in artifacts.glob("[0-9]*-*") if p.name.split("-")[0].isdigit()]
-    for folder in sorted(folders, key=lambda p: int(p.name.split("-")[0]), reverse=True):
+    for folder in _phases(artifacts):
         found = [_table(folder / f"{name}.csv", notes) for name in ("per_class", "per_client")]
         if any(found):
             return found[0], found[1]
@@ -234,6 +242,18 @@ def _table(path: Path, notes: Notes) -> list[Row]:
     except (OSError, ValueError, TypeError, csv.Error):
         notes.append(f"{path.parent.name}/{path.name} is damaged")
         return []
+
+
+def _examples(artifacts: Path, notes: Notes) -> dict[str, Any]:
+    """Return the segmented images of the last phase that has some; most runs have none."""
+    path = next((p for folder in _phases(artifacts) if (p := folder / "examples.npz").exists()), None)
+    try:
+        with np.load(path, allow_pickle=False) if path else nullcontext({}) as arrays:
+            wanted = ("images", "truth", "names", "clients", "known") if path else ()
+            return {name: arrays[name] for name in {*wanted, *arrays}}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        notes.append("examples.npz is damaged")
+        return {}
 
 
 def _counts(path: Path, notes: Notes) -> Counts | None:

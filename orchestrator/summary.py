@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 HEADLINE = "generic/acc", "personal/acc_dist", "personal/acc_owned", "personal/acc_worst10"
+OF_PIXELS = "generic/miou", "generic/macc", "personal/miou", "personal/macc", "personal/miou_worst10"  #: segmentation
+
+
+def headline(trials: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the metrics that are told first of such trials."""
+    reported = {metric for trial in trials for metric in trial["last"]}
+    return OF_PIXELS if reported & set(OF_PIXELS) else HEADLINE
 
 
 def lower_is_better(metric: str) -> bool:
@@ -136,7 +143,7 @@ def best(summary: Mapping[str, Any]) -> Configuration | None:
 
 def table(summary: Mapping[str, Any]) -> Table:
     """Return the configurations as a table for people, the best one marked."""
-    winner, shown = best(summary), [*dict.fromkeys((*HEADLINE, summary["metric"]))]
+    winner, shown = best(summary), [*dict.fromkeys((*headline(summary["trials"]), summary["metric"]))]
     several = any(len(c.trials) > 1 for c in configurations(summary))
     title = f"{summary['name']}: last round{', mean ± standard deviation over seeds' if several else ''}"
     result = Table(title=title, title_justify="left")
@@ -151,8 +158,9 @@ def table(summary: Mapping[str, Any]) -> Table:
     return result
 
 
-def markdown(summary: Mapping[str, Any], metrics: Sequence[str] = HEADLINE) -> str:
+def markdown(summary: Mapping[str, Any], metrics: Sequence[str] = ()) -> str:
     """Return the configurations as a Markdown table, for notes and READMEs."""
+    metrics = metrics or headline(summary["trials"])
     rows = [["name", "seeds", *metrics]]
     for c in configurations(summary):
         rows.append([c.name, str(len(c.values(metrics[0]) or c.trials)), *(c.show(m) for m in metrics)])
@@ -164,13 +172,14 @@ def main() -> int:
     """Run `python -m orchestrator.summary DIR/NAME [METRIC...]`: print a sweep's results as a Markdown table."""
     parser = argparse.ArgumentParser(prog="python -m orchestrator.summary", description=main.__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR/NAME")
-    parser.add_argument("metrics", nargs="*", metavar="METRIC", help=f"default: {' '.join(HEADLINE)}")
+    usual = f"default: {' '.join(HEADLINE)}; of segmentation {' '.join(OF_PIXELS)}"
+    parser.add_argument("metrics", nargs="*", metavar="METRIC", help=usual)
     options = parser.parse_args()
     path = options.directory / "summary.json"
     if not path.is_file():
         parser.error(f"{path} does not exist; give the directory of a sweep that has ended")
     summary = json.loads(path.read_text(encoding="utf-8"))
-    sys.stdout.write(markdown(summary, options.metrics or HEADLINE) + "\n")
+    sys.stdout.write(markdown(summary, options.metrics) + "\n")
     return 0
 
 

@@ -174,7 +174,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
             note=_note(found, options),
             metrics={}
             if best is None
-            else {f"best/{m}": mean(best.values(m)) for m in results.HEADLINE if best.values(m)},
+            else {f"best/{m}": mean(best.values(m)) for m in results.headline(best.trials) if best.values(m)},
             timeout=30.0 if status == "FINISHED" else 8.0,
         )
         _tell(found, best, directory, report, uri, owed, mirror, console)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from orchestrator.summary import HEADLINE
 
-SHOWN = HEADLINE[:3]
+SHOWN, OF_PIXELS = HEADLINE[:3], ("generic/miou", "personal/miou", "personal/macc")
 
 
 class _Row:
@@ -87,7 +87,7 @@ class View:
             row.offset += len(new)
             for line in map(json.loads, new.splitlines()):
                 row.phase, row.round = line["phase"], line["round"]
-                row.scores |= {k: line["metrics"][k] for k in SHOWN if k in line["metrics"]}
+                row.scores |= {k: line["metrics"][k] for k in (*SHOWN, *OF_PIXELS) if k in line["metrics"]}
                 if announce and "time/evaluate" in line["metrics"]:
                     self._say(id, "")
 
@@ -122,9 +122,11 @@ class View:
             hidden = len(self.rows) - len(rows)
             more = f", {hidden} more trials not shown" if hidden else ""
             table = Table(caption=f"{self._clock()} gone, {self._left()}{more}", caption_justify="left")
-            for column in ("trial", "name", "status", "phase", "round", *SHOWN):
-                table.add_column(column, justify="right" if column in ("round", *SHOWN) else "left")
+            segmented = any(k in row.scores for row in self.rows.values() for k in OF_PIXELS)
+            shown = OF_PIXELS if segmented else SHOWN
+            for column in ("trial", "name", "status", "phase", "round", *shown):
+                table.add_column(column, justify="right" if column in ("round", *shown) else "left")
             for id, row in sorted(rows):
-                scores = [f"{row.scores[k]:.4f}" if k in row.scores else "" for k in SHOWN]
+                scores = [f"{row.scores[k]:.4f}" if k in row.scores else "" for k in shown]
                 table.add_row(id, row.name, row.status, row.phase, f"{row.round}/{row.rounds}", *scores)
             return table

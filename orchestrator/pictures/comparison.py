@@ -12,7 +12,7 @@ import numpy as np
 from orchestrator.comparison import SHARES, SHOTS, rounds_to, sign
 from orchestrator.pictures import hyperparameters
 from orchestrator.pictures.declared import bars, numbers
-from orchestrator.pictures.run import Drawn, draw_clients
+from orchestrator.pictures.run import Drawn, draw_clients, first
 from orchestrator.pictures.style import canvas, legend, logarithmic, look, name, plain, styled, whole_numbers
 from orchestrator.runs import Run, runs_of
 from orchestrator.summary import Configuration
@@ -43,6 +43,11 @@ class Comparison:
     def axis(self) -> str:
         """What the metric's axis is called, with its unit."""
         return f"{self.metric} (%)" if sign(self.metric) > 0 else self.metric
+
+    @property
+    def quality(self) -> str:
+        """What the metric is called in a sentence."""
+        return "mean IoU" if "miou" in self.metric else "accuracy"
 
     def label(self, configuration: Configuration) -> str:
         """Return a configuration's name without the words that all of them have."""
@@ -90,7 +95,9 @@ def _pictures(c: Comparison) -> Iterator[Drawn]:
         yield Drawn("shots", f"{c.metric} by class size{', mean over seeds' if seeds else ''}.{more}", figure)
     if figure := clients(c):
         yield Drawn(
-            "clients", f"Accuracy of each client under each method, on one split of the same seed.{more}", figure
+            "clients",
+            f"{first(c.quality)} of each client under each method, on one split of the same seed.{more}",
+            figure,
         )
     yield from hyperparameters.pictures(c.configurations, c.metric, c.axis, c.scale, sign(c.metric, c.mode))
 
@@ -139,7 +146,7 @@ def to_target(c: Comparison) -> Figure | None:
 def over_time(c: Comparison) -> Figure:
     """Draw what each configuration reaches against the time it takes."""
     figure, axes = canvas()
-    name(axes, "Time against accuracy" if c.scale > 1 else "Time against quality", "time of all rounds (s)", c.axis)
+    name(axes, f"Time against {c.quality}" if c.scale > 1 else "Time against quality", "time of all rounds (s)", c.axis)
     found = {}
     for configuration in c.configurations:
         runs = [run for run in runs_of(configuration) if run.series(c.metric)[1]]
@@ -196,7 +203,7 @@ def clients(c: Comparison) -> Figure | None:
     if len(series) < 2:
         return None
     figure, axes = canvas()
-    draw_clients(axes, np.asarray(ids, dtype=float), series)
+    draw_clients(axes, np.asarray(ids, dtype=float), series, c.quality)
     axes.set_ylabel(c.axis)
     return figure
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from orchestrator.pictures.declared import bars, draw_declared, numbers
+from orchestrator.pictures.segments import side_by_side
 from orchestrator.pictures.style import (
     FAINT,
     Look,
@@ -38,6 +39,32 @@ ACCURACIES = {
     "personal/acc_owned": "personal (owned classes alike)",
 }
 GENERIC, PERSONAL = "generic", "personal, mean over its owners"  #: the two accuracies of a class
+
+
+class Terms(NamedTuple):
+    """What a task measures, in words."""
+
+    quality: str
+    unit: str  #: what class sizes are of
+    over_rounds: dict[str, str]  #: metric -> what it is called
+    per_class: dict[str, str]  #: column -> what it is called
+    per_client: dict[str, str]
+
+
+OF_IMAGES = Terms(
+    "accuracy",
+    "samples",
+    ACCURACIES,
+    {"generic_acc": GENERIC, "personal_acc_owned": PERSONAL},
+    {"acc_dist": "own label mix", "acc_owned": "owned classes alike"},
+)
+OF_PIXELS = Terms(
+    "IoU",
+    "pixels",
+    {"generic/miou": "generic, all classes", "personal/miou": "personal, own foreground and background"},
+    {"generic_iou": GENERIC, "personal_iou": PERSONAL},
+    {"miou": "mean IoU", "macc": "mean recall"},
+)
 SHOTS = "many", "medium", "few", "head", "middle", "tail"
 FEW = 30  #: so many classes are shown as bars and marked lines
 EACH = 60  #: so many clients are shown one by one, more are sorted into a curve
@@ -70,18 +97,36 @@ def pictures(run: Run, reference: Run | None = None) -> list[Drawn]:
     return list(_pictures(run, None if reference is None or reference.path == run.path else reference))
 
 
+def terms(run: Run) -> Terms:
+    """Return the words for what a run measures."""
+    return OF_PIXELS if run.experiment.get("task") == "segmentation" else OF_IMAGES
+
+
+def first(word: str) -> str:
+    """Return a word as it begins a sentence."""
+    return word[:1].upper() + word[1:]
+
+
 def _pictures(run: Run, reference: Run | None) -> Iterator[Drawn]:
-    if any(run.series(metric)[0] for metric in ACCURACIES):
-        caption = "Accuracy over rounds; where there are several phases, a dashed line is the end of one."
+    said = terms(run)
+    quality = first(said.quality)
+    if run.examples and run.counts is not None:
+        caption = (
+            "Some test images with their labels (white: void), what the generic model makes of them, and for some "
+            "clients the labels as they know them and what their own models make."
+        )
+        yield Drawn("segments", caption, side_by_side(run.examples, run.counts.shape[1] - 1))
+    if any(run.series(metric)[0] for metric in said.over_rounds):
+        caption = f"{quality} over rounds; where there are several phases, a dashed line is the end of one."
         yield Drawn("rounds", caption, over_rounds(run))
-    if run.per_class and _has(run.per_class, "generic_acc", "personal_acc_owned"):
-        caption = "Accuracy of each class at the end, the largest class first, with the class sizes behind it."
+    if run.per_class and _has(run.per_class, *said.per_class):
+        caption = f"{quality} of each class at the end, the largest class first, with the class sizes behind it."
         yield Drawn("classes", caption, classes(run))
     if reference and (gap := class_gap(run, reference)):
         caption = f"What each class gains (above 0) or loses against {reference.name}, the largest class first."
         yield Drawn("gap", caption, gap)
-    if run.per_client and _has(run.per_client, "acc_dist", "acc_owned"):
-        caption = "Accuracy of each client's own model at the end."
+    if run.per_client and _has(run.per_client, *said.per_client):
+        caption = f"{quality} of each client's own model at the end."
         yield Drawn("clients", caption, clients(run, reference))
     if figure := shots(run):
         caption = (
@@ -90,9 +135,9 @@ def _pictures(run: Run, reference: Run | None) -> Iterator[Drawn]:
         )
         yield Drawn("shots", caption, figure)
     if run.counts is not None:
-        bubbles, curve = _of_split(run.counts.shape, run.counts.tobytes(), run.counts.dtype.str)
-        yield Drawn("labels", "Which labels each client has; the area is the number of samples.", bubbles)
-        yield Drawn("long_tail", "Samples of each class over all clients, the largest first.", curve)
+        bubbles, curve = _of_split(run.counts.shape, run.counts.tobytes(), run.counts.dtype.str, said.unit)
+        yield Drawn("labels", f"Which labels each client has; the area is the number of {said.unit}.", bubbles)
+        yield Drawn("long_tail", f"{first(said.unit)} of each class over all clients, the largest first.", curve)
     for stem, data in run.figures.items():
         try:
             yield Drawn(f"own-{stem}", *_own(json.dumps(data, sort_keys=True)))
@@ -102,9 +147,9 @@ def _pictures(run: Run, reference: Run | None) -> Iterator[Drawn]:
 
 # Trials of a sweep often have these in common, and most of their time would go into drawing them again.
 @lru_cache(maxsize=8)
-def _of_split(shape: tuple[int, ...], data: bytes, kind: str) -> tuple[Figure, Figure]:
+def _of_split(shape: tuple[int, ...], data: bytes, kind: str, unit: str) -> tuple[Figure, Figure]:
     counts = np.frombuffer(data, kind).reshape(shape)
-    return labels(counts), long_tail(counts)
+    return labels(counts, unit), long_tail(counts, unit)
 
 
 @lru_cache(maxsize=16)
@@ -128,7 +173,7 @@ def column(rows: Sequence[Any], key: str) -> Any:
 # What there is to learn from -----------------------------------------------------------------------------------------
 
 
-def labels(counts: Any) -> Figure:
+def labels(counts: Any, unit: str = "samples") -> Figure:
     """Draw the label distribution over clients as bubbles (LDAE Fig. 5, MuPFL Fig. 6a)."""
     figure, axes = canvas(3.4)
     name(axes, "Labels of each client", "client", "class")
@@ -146,18 +191,18 @@ def labels(counts: Any) -> Figure:
     whole_numbers(axes, "y")
     largest = int(size.max()) if len(size) else 1
     for shown in sorted({largest, max(1, largest // 4), max(1, largest // 16)}, reverse=True):
-        axes.scatter([], [], shown / largest * cell**2, color=own.colour, label=f"{shown} samples")
+        axes.scatter([], [], shown / largest * cell**2, color=own.colour, label=f"{shown} {unit}")
     legend(axes)
     return figure
 
 
-def long_tail(counts: Any) -> Figure:
+def long_tail(counts: Any, unit: str = "samples") -> Figure:
     """Draw the sorted class sizes (the long-tail curve)."""
     figure, axes = canvas(2.4)
     totals = counts.sum(0)
     order = np.argsort(-totals, kind="stable")
     sizes = totals[order]
-    name(axes, "The long tail", "class, largest first", "training samples")
+    name(axes, "The long tail", "class, largest first", f"training {unit}")
     axes.stairs(sizes, np.arange(len(sizes) + 1) - 0.5, fill=True, color=FAINT)
     axes.plot(np.arange(len(sizes)), sizes, color=look(0).colour, marker="o" if len(sizes) <= 30 else "")
     logarithmic(axes, "y", sizes.tolist())
@@ -184,10 +229,12 @@ def phase_ends(run: Run) -> list[tuple[int, str]]:
 
 
 def over_rounds(run: Run) -> Figure:
-    """Draw generic and personal accuracy over rounds."""
+    """Draw generic and personal quality over rounds."""
     figure, axes = canvas()
-    name(axes, "Accuracy over rounds", "round", "accuracy (%)")
-    for i, (metric, label) in enumerate(ACCURACIES.items()):
+    said = terms(run)
+    title = f"{first(said.quality)} over rounds"
+    name(axes, title, "round", f"{said.quality} (%)")
+    for i, (metric, label) in enumerate(said.over_rounds.items()):
         rounds, values = run.series(metric)
         if rounds:
             own = look(i)
@@ -200,7 +247,7 @@ def over_rounds(run: Run) -> Figure:
     for last, _ in ends[:-1]:
         axes.axvline(last + 0.5, color="#888888", linestyle=(0, (4, 3)), linewidth=0.9)
     if len(ends) > 1:
-        axes.set_title("Accuracy over rounds: " + plain(", then ".join(phase for _, phase in ends), 50))
+        axes.set_title(f"{title}: " + plain(", then ".join(phase for _, phase in ends), 50))
     whole_numbers(axes)
     legend(axes)
     return figure
@@ -211,12 +258,12 @@ def _by_size(rows: Sequence[Any]) -> Any:
     return np.argsort(-np.nan_to_num(column(rows, "train")), kind="stable")
 
 
-def _sizes_behind(axes: Axes, sizes: Any) -> None:
+def _sizes_behind(axes: Axes, sizes: Any, unit: str) -> None:
     """Draw the class sizes behind other things, on an axis of their own on the right."""
     behind = axes.twinx()
     behind.stairs(sizes, np.arange(len(sizes) + 1) - 0.5, fill=True, color=FAINT)
     behind.set_ylim(bottom=0)
-    behind.set_ylabel("training samples (grey)")
+    behind.set_ylabel(f"training {unit} (grey)")
     behind.grid(False)
     behind.spines["right"].set_visible(True)
     axes.set_zorder(behind.get_zorder() + 1)
@@ -237,13 +284,14 @@ def _over_classes(axes: Axes, values: Any, own: Look, label: str) -> None:
 
 
 def classes(run: Run) -> Figure:
-    """Draw the accuracy of each class with the class sizes behind it."""
+    """Draw the quality of each class with the class sizes behind it."""
     figure, axes = canvas(right=0.66)
+    said = terms(run)
     order = _by_size(run.per_class)
     ids = column(run.per_class, "class")[order]
-    name(axes, "Accuracy of each class", "class, largest first", "accuracy (%)")
-    _sizes_behind(axes, column(run.per_class, "train")[order])
-    for key, label, i in (("generic_acc", GENERIC, 0), ("personal_acc_owned", PERSONAL, 2)):
+    name(axes, f"{first(said.quality)} of each class", "class, largest first", f"{said.quality} (%)")
+    _sizes_behind(axes, column(run.per_class, "train")[order], said.unit)
+    for (key, label), i in zip(said.per_class.items(), (0, 2), strict=True):
         values = 100 * column(run.per_class, key)[order]
         if np.isfinite(values).any():
             _over_classes(axes, values, look(i), label)
@@ -258,7 +306,7 @@ def class_gap(run: Run, reference: Run) -> Figure | None:
     other = {row.get("class"): row for row in reference.per_class}
     rows = [row for row in run.per_class if row.get("class") in other]
     gaps = {}
-    for key, label in (("generic_acc", GENERIC), ("personal_acc_owned", PERSONAL)):
+    for key, label in terms(run).per_class.items():
         there = numbers([other[row["class"]].get(key) for row in rows])
         gap = 100 * (column(rows, key) - there)
         if np.nan_to_num(gap).any():
@@ -269,7 +317,7 @@ def class_gap(run: Run, reference: Run) -> Figure | None:
     order = _by_size(rows)
     title = f"Gain of each class over {plain(reference.name, 40)}"
     name(axes, title, "class, largest first", "gain (percentage points)")
-    _sizes_behind(axes, column(rows, "train")[order])
+    _sizes_behind(axes, column(rows, "train")[order], terms(run).unit)
     ids = [f"{i:g}" for i in column(rows, "class")[order]]
     looks = {GENERIC: 0, PERSONAL: 2}
     if len(rows) <= FEW:
@@ -284,26 +332,24 @@ def class_gap(run: Run, reference: Run) -> Figure | None:
 
 
 def clients(run: Run, reference: Run | None = None) -> Figure:
-    """Draw the accuracy of each client (BPFed Fig. 2)."""
+    """Draw the quality of each client (BPFed Fig. 2)."""
     figure, axes = canvas()
-    ids = column(run.per_client, "client")
-    series = {
-        "own label mix": 100 * column(run.per_client, "acc_dist"),
-        "owned classes alike": 100 * column(run.per_client, "acc_owned"),
-    }
+    ids, said = column(run.per_client, "client"), terms(run)
+    series = {label: 100 * column(run.per_client, key) for key, label in said.per_client.items()}
     if reference is not None and run.split is not None and run.split == reference.split:
-        there = {row.get("client"): row.get("acc_dist") for row in reference.per_client}
-        label = f"own label mix, {plain(reference.name, 30)}"
+        key, called = next(iter(said.per_client.items()))
+        there = {row.get("client"): row.get(key) for row in reference.per_client}
+        label = f"{called}, {plain(reference.name, 30)}"
         series[label] = 100 * numbers([there.get(row.get("client")) for row in run.per_client])
-    draw_clients(axes, ids, series)
+    draw_clients(axes, ids, series, said.quality)
     return figure
 
 
-def draw_clients(axes: Axes, ids: Any, series: dict[str, Any]) -> None:
+def draw_clients(axes: Axes, ids: Any, series: dict[str, Any], quality: str = "accuracy") -> None:
     """Draw a value of each client for several series: one by one, or of very many each series sorted."""
     one_by_one = len(ids) <= EACH
     x = "client" if one_by_one else "clients, each curve sorted from its worst to its best (%)"
-    name(axes, "Accuracy of each client", x, "accuracy (%)")
+    name(axes, f"{first(quality)} of each client", x, f"{quality} (%)")
     for i, (label, values) in enumerate(series.items()):
         values, own = numbers(values), look(i)
         if not np.isfinite(values).any():
