@@ -101,7 +101,7 @@ def text() -> str:
             "keeps": card.keeps,
             "needs": card.needs,
         }
-        facts |= {"runs after": kind.after}
+        facts |= {"runs after": kind.after, "no segmentation:": kind.per_image}
         told = "; ".join([card.kind, *(f"{what} {fact}" for what, fact in facts.items() if fact)])
         lines += [name, f"  {about(kind)}", f"  {told}", *_shown(kind), ""]
     for name, loss in LOSSES.items():
@@ -120,12 +120,13 @@ def _shown(kind: type[Any]) -> list[str]:
 def markdown() -> str:
     """Return the catalogue as the README's table."""
     rows = [
-        "| name | method | kind | uploads | server sees | keeps | needs besides | hyperparameters |",
-        "|---|---|---|---|---|---|---|---|",
+        "| name | method | kind | uploads | server sees | keeps | needs besides | segmentation | hyperparameters |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, kind in entries():
         card, values = kind.card, ", ".join(f"`{k.name}` {k.default}" for k in knobs(kind))
-        cells = f"`{name}`", about(kind), card.kind, card.uploads, seen(card), card.keeps, card.needs, values
+        pixels = "" if kind.per_image else "yes"
+        cells = f"`{name}`", about(kind), card.kind, card.uploads, seen(card), card.keeps, card.needs, pixels, values
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     losses = ", ".join(f"`{name}`" + " (prior)" * loss.uses_prior for name, loss in LOSSES.items())
     rules = f"Aggregations: {', '.join(f'`{name}`' for name in AGGREGATIONS)}."

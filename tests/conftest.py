@@ -5,11 +5,13 @@ import os
 import random
 import shutil
 import tempfile
+from functools import cache
 from pathlib import Path
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,9 +38,11 @@ def tiny(**changes: object) -> Experiment:
     return Experiment.model_validate(base | changes)
 
 
-def driver(experiment: Experiment, directory: Path | None = None, **more: object) -> Driver:
-    """Return a driver that works in this process."""
-    dataset = digits()
+def driver(
+    experiment: Experiment, directory: Path | None = None, dataset: Dataset | None = None, **more: object
+) -> Driver:
+    """Return a driver that works in this process, on digits unless another data set is given."""
+    dataset = dataset or digits()
     parts = split_for(experiment, dataset)
     return Driver(experiment, dataset, parts, InProcess(Worker(experiment, dataset, parts)), directory, **more)
 
@@ -111,6 +115,38 @@ def digits() -> Dataset:
     if not _digits:
         _digits.append(load("digits"))
     return _digits[0]
+
+
+VOID = 255
+
+
+@cache
+def scenes(height: int = 12, width: int = 16) -> Dataset:
+    """Return small pictures in which sky, ground, a wall and a thing each have a colour; their edges are void."""
+    rng, parts = np.random.default_rng(0), []
+    for count in (22, 7):
+        y = np.zeros((count, height, width), np.uint8)
+        for one in y:
+            horizon, left = rng.integers(3, height - 3), rng.integers(0, width - 4)
+            one[horizon:] = 1
+            one[horizon - 2 : horizon, left : left + 4] = 2
+            if rng.random() < 0.6:
+                one[-2:, left : left + 2] = 3
+        x = np.array([[60, 120, 220], [90, 90, 90], [180, 60, 40], [30, 160, 60]])[y] + rng.integers(
+            -30, 31, (*y.shape, 3)
+        )
+        y[:, 0], y[:, :, -1] = VOID, VOID
+        parts += [x.clip(0, 255).astype(np.uint8).transpose(0, 3, 1, 2).copy(), y]
+    return Dataset("scenes.npz", *parts, classes=4, mean=(0.4, 0.4, 0.4), std=(0.3, 0.3, 0.3), augment="flip")
+
+
+def pixels(**changes: object) -> Experiment:
+    """Return a small experiment on scenes; keyword arguments replace its parts."""
+    data = {"name": "scenes.npz", "clients": 4, "partition": "foreground", "imbalance": 3, "classes_per_client": 2}
+    local = {"lr": 0.05, "batch": 4}
+    return tiny(
+        **{"data": data, "task": "segmentation", "model": {"name": "cnn_pixels", "width": 4}, "local": local} | changes
+    )
 
 
 @pytest.fixture(scope="session")

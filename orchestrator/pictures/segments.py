@@ -12,8 +12,8 @@ from orchestrator.pictures.style import plain
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-VOID, BLANK = 255, "#ffffff"
-BACKGROUND = "#d9d9d9"
+VOID = 255
+BACKGROUND, NOTHING = "#d9d9d9", "#ffffff"
 #: A colour for each class, the most frequent ones of road scenes far apart; after the last they come again, darker.
 COLOURS = (
     "#56B4E9", "#8c564b", "#F0E442", "#6a5acd", "#CC79A7", "#009E73", "#D55E00", "#bcbd22", "#0072B2", "#e31a1c",
@@ -34,10 +34,10 @@ def colours(classes: int) -> list[str]:
 
 
 def painted(labels: Any, palette: list[str]) -> Any:
-    """Return a map of labels as an image, void in white."""
+    """Return a map of labels as an image."""
     from matplotlib.colors import to_rgb
 
-    table = np.ones((VOID + 1, 3))
+    table = np.full((VOID + 1, 3), to_rgb(NOTHING))
     table[: len(palette)] = [to_rgb(colour) for colour in palette]
     return table[labels]
 
@@ -57,9 +57,10 @@ def side_by_side(shown: Mapping[str, Any], classes: int) -> Figure:
             columns[f"model of client {client}"] = shown["personal"][i]
     count, (height, width) = len(shown["images"]), shown["truth"].shape[1:]
     seen = np.unique(np.concatenate([np.ravel(maps) for maps in list(columns.values())[1:]]))
-    present = [c for c in seen.tolist() if c != VOID]
+    colour = dict(enumerate(palette)) | {VOID: NOTHING}
+    called = dict(enumerate([*names, "background"])) | {VOID: "void"}
     per_line = max(1, int(EACH * len(columns) / 1.15))
-    lines = -(-len(present) // per_line)
+    lines = -(-len(seen) // per_line)
     inches = count * EACH * height / width, 0.24, 0.12 + 0.19 * lines
     figure = Figure((EACH * len(columns), sum(inches)))
     grid = figure.subplots(count, len(columns), squeeze=False)
@@ -72,8 +73,8 @@ def side_by_side(shown: Mapping[str, Any], classes: int) -> Figure:
             one.imshow(image, cmap="gray" if grey else None, interpolation="nearest", aspect="auto")
             one.set_axis_off()
     patches = [
-        Patch(facecolor=palette[c], edgecolor="#888888", linewidth=0.4, label=plain([*names, "background"][c], 18))
-        for c in present
+        Patch(facecolor=colour[c], edgecolor="#888888", linewidth=0.4, label=plain(called[c], 18))
+        for c in seen.tolist()
     ]
     figure.legend(
         handles=patches, loc="lower center", ncols=per_line, borderaxespad=0.2, handlelength=1.1, fontsize=7.5
