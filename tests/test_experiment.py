@@ -156,7 +156,10 @@ def test_wrong_values(text, message):
         ("seed: 1\nruonds: 3", "2:1: ruonds: unknown key 'ruonds'; did you mean 'rounds'?"),
         ("data:\n  alhpa: 3", "2:3: data.alhpa: unknown key 'alhpa'; did you mean 'alpha'?"),
         ("local: {schedule: {factr: 2}}", "1:20: local.schedule.factr: unknown key 'factr'; did you mean 'factor'?"),
-        ("data: {zzzzz: 3}", "1:8: data.zzzzz: unknown key 'zzzzz'; known: alpha, classes_per_client, clients, imbalance, name"),
+        (
+            "data: {zzzzz: 3}",
+            "1:8: data.zzzzz: unknown key 'zzzzz'; known: alpha, classes_per_client, clients, imbalance, name",
+        ),
         ("model: resnt8", "1:8: model.name: there is no model 'resnt8'; did you mean 'resnet"),
         ("model: {name: resnt8}", "1:15: model.name: there is no model 'resnt8'; did you mean 'resnet"),
         ("model: {name: cnn_small, width: 3}", "1:33: model.width: model 'cnn_small' takes none; those that do: cnn"),
