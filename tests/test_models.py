@@ -70,7 +70,8 @@ EXPERTS = {
 }
 CASES |= EXPERTS
 DIMS |= {"cnn_small x3": 3 * 64, "cnn_ecl x3": 3 * 84, "resnet32 x3": 3 * 48, "resnet8 x3": 3 * 192}
-every = pytest.mark.parametrize("name", [*MODELS, *EXPERTS])
+IMAGES = [name for name, model in MODELS.items() if model.task == "classification"]
+every = pytest.mark.parametrize("name", [*IMAGES, *EXPERTS])
 
 
 def make(case: str, shape: tuple[int, int, int], classes: int, **options: int) -> Network:

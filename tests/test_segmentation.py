@@ -243,6 +243,17 @@ def test_networks_give_logits_of_every_pixel(name, shape):
     assert {name for name, _ in network.head.named_parameters()} == {"weight", "bias"}
     assert network.head.weight.shape == (5, network.dim)
     assert len(network.activations) >= 3
+    ones = [m for m in network.modules() if isinstance(m, torch.nn.Conv2d) and m.kernel_size == (1, 1)]
+    assert all(m.stride == (1, 1) for m in ones), "torch's gradient of others is written out of bounds (test_models)"
+
+
+@pytest.mark.parametrize("name", ["cnn_pixels", "lraspp_mobilenet_v3_small"])
+def test_smallest_image_with_labels_of_pixels(name):
+    side = models.MODELS[name].smallest
+    network = models.build(name, (3, side, side + 1), 2)
+    assert network(torch.zeros(2, 3, side, side + 1)).shape == (2, 2, side, side + 1)
+    with pytest.raises(ValueError, match=f"{name}.* at least {side}x{side}, not {side + 1}x{side - 1}"):
+        models.build(name, (3, side + 1, side - 1), 2)
 
 
 @pytest.mark.parametrize(("have", "want"), [((5, 7), (13, 29)), ((1, 3), (4, 3)), ((4, 4), (4, 4))])

@@ -4,15 +4,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import driver, tiny
-from test_models import CASES, EXPERTS
+from test_models import CASES, every
 
 from algorithms.params import Params
 from orchestrator.client import Client
 from orchestrator.data import Dataset, Split
 from orchestrator.models import MODELS, build, torchvision
 from orchestrator.worker import Worker
-
-every = pytest.mark.parametrize("name", [*MODELS, *EXPERTS])
 
 
 def client_with(name: str, **model: int) -> tuple[Client, Params]:
