@@ -181,7 +181,10 @@ def test_wrong_values(text, message):
         ("local: {loss: [ce]}", "1:15: local.loss: must be one loss: a name, or {name: {hyperparameter: value}}, not"),
         ("local: {loss: {focal: {gama: 1}}}", "1:24: local.loss.focal.gama: unknown key 'gama'; did you mean 'gamma'"),
         ("local: {prior: lokal}", "1:16: local.prior: there is no prior 'lokal'; did you mean 'local'?"),
-        ("data: {partition: per_clas}", "1:19: data.partition: must be 'per_class', 'per_class_capped' or 'grouped_e"),
+        (
+            "data: {partition: per_clas}",
+            "1:19: data.partition: must be 'per_class', 'per_class_capped', 'grouped_equal'",
+        ),
         ("search: {metric: personal/acc_dst}", "1:18: search.metric: there is no metric 'personal/acc_dst'; did you"),
         ("search: {mtric: x}", "1:10: search.mtric: unknown key 'mtric'; did you mean 'metric'?"),
         ("search: {mode: best}", "1:16: search.mode: must be 'max' or 'min', not 'best'"),

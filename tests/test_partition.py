@@ -303,7 +303,7 @@ def test_local_tests_of_two_clients_are_drawn_independently():
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"partition": "iid"}, "per_class, per_class_capped, grouped_equal, not 'iid'"),
+        ({"partition": "iid"}, "per_class, per_class_capped, grouped_equal or foreground, not 'iid'"),
         ({"test_alloc": "round"}, "floor, ceil_owned, not 'round'"),
         ({"validation": 1.0}, "validation must be"),
         ({"validation": -0.1}, "validation must be"),

@@ -179,7 +179,7 @@ OPEN = "experiment: {local: {lr: !uniform [0.01, 0.1]}}"
         (f"search: {{scheduler: ahsa}}\n{OPEN}", "1:21", "there is no scheduler 'ahsa'; did you mean 'asha'?"),
         (f"search: {{scheduler: {{asha: {{grace: 0}}}}}}\n{OPEN}", "1:36", "must be >= 1"),
         (f"search: {{searcher: optun}}\n{OPEN}", "1:20", "'random', 'grid' or 'optuna'"),
-        (f"search: {{metric: personal/acc}}\n{OPEN}", "1:18", "there is no metric 'personal/acc'"),
+        (f"search: {{metric: personal/accuracy}}\n{OPEN}", "1:18", "there is no metric 'personal/accuracy'"),
         (f"search: {{budget: soon}}\n{OPEN}", "1:18", "must be a time such as 90s, 20m, 2h or 1d"),
         (f"search: {{searcher: grid}}\n{OPEN}", "2:26", "grid cannot try every value of local.lr"),
         (
