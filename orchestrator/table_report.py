@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -32,6 +33,7 @@ class Outcome:
     reason: str = ""
     trials: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()  #: of the values, where they are known
+    fingerprints: tuple[str, ...] = ()  #: of the trials
 
     @property
     def ours(self) -> float | None:
@@ -103,6 +105,7 @@ def outcome(
     values = {id: scale * value for id, value in found.items() if value is not None}
     told: dict[str, Any] = {"cell": cell, "values": tuple(values.values()), "trials": tuple(ended)}
     told["seeds"] = tuple(seeds[id] for id in values) if seeds else ()
+    told["fingerprints"] = tuple(str(status_of(path).get("fingerprint")) for path in ended.values())
     if not ended and missing:
         return Outcome(**told, mark="not run here", reason=missing)
     if len(ended) < len(trials):
@@ -274,11 +277,19 @@ class Report:
         marks = Counter(o.mark for o in self.outcomes)
         return f"{len(self.outcomes)} cells: " + ", ".join(f"{n} {mark}" for mark, n in marks.most_common())
 
+    @property
+    def fingerprint(self) -> str | None:
+        """One name for the results of all runs of the table, in order; None if there are none."""
+        runs = dict(pair for o in self.outcomes for pair in zip(o.trials, o.fingerprints, strict=False))
+        told = "".join(f"{id} {print_}\n" for id, print_ in sorted(runs.items()))
+        return hashlib.sha256(told.encode()).hexdigest() if runs else None
+
     def tail(self) -> list[str]:
         """Lines below the table."""
+        runs = [f"Fingerprint of these runs: {self.fingerprint[:12]}."] if self.fingerprint else []
         order = [f"Order of methods, {claim}." for claim in claims(self.table, self.outcomes)]
         order += [f"Over lines and seeds, {duel}." for duel in duels(self.table, self.outcomes)]
-        return [self.counts + ".", *order, *(f"[{i}] {note}" for i, note in enumerate(self.notes, 1))]
+        return [self.counts + ".", *order, *runs, *(f"[{i}] {note}" for i, note in enumerate(self.notes, 1))]
 
     def _grid(self, break_: str) -> list[list[str]]:
         """Return header and rows, the parts of a cell apart."""
@@ -331,6 +342,7 @@ class Report:
             "unit": self.table.published.unit,
             "caption": self.caption,
             "settings": self.settings,
+            "fingerprint": self.fingerprint,
             "cells": [
                 {
                     "row": o.cell.row,

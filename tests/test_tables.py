@@ -1,5 +1,6 @@
 """The papers' tables: files that map to the right trials, marks by hand, and a small table from end to end."""
 
+import hashlib
 import json
 import math
 import re
@@ -394,6 +395,18 @@ def test_the_best_method_is_set_against_each_other_one_in_pairs_of_the_same_seed
     slow = table_of({"slow": (83, 80.0), "fast": (62, 70.0)}, reaches=0.33)
     (fast,) = duels(slow[0], [replace(o, seeds=(0,)) for o in slow[1]])
     assert (fast.best, fast.ahead) == ("fast", (10.0,)), "fewer rounds are better"
+
+
+def test_one_fingerprint_stands_for_all_runs():
+    table, outcomes = table_of({"a": (50, 51.0), "b": (60, 61.0)})
+    cells = [replace(o, trials=(f"{i:04}",), fingerprints=(f"f{i}",)) for i, o in enumerate(outcomes)]
+    told = hashlib.sha256(b"0000 f0\n0001 f1\n").hexdigest()
+    report = Report(table, tuple(cells), "")
+    assert report.fingerprint == report.record()["fingerprint"] == told
+    assert f"Fingerprint of these runs: {told[:12]}." in report.tail()
+    assert Report(table, tuple(reversed(cells)), "").fingerprint == told
+    assert Report(table, (replace(cells[0], fingerprints=("other",)), cells[1]), "").fingerprint != told
+    assert Report(table, tuple(outcomes), "").fingerprint is None, "nothing has been run"
 
 
 def test_a_report_in_markdown():
