@@ -194,7 +194,8 @@ def _missing(trials: Sequence[Trial], wanted: Collection[tuple[str, str | None]]
 def _same(directory: Path, sweep: Sweep) -> None:
     """Refuse a directory that holds something else."""
     path = directory / "sweep.yaml"
-    if path.is_file() and path.read_text(encoding="utf-8") != dump_sweep(filled_in(sweep)):
+    # Read again, so that a key which it was written without has its default.
+    if path.is_file() and dump_sweep(filled_in(read(path))) != dump_sweep(filled_in(sweep)):
         raise InputError([f"{directory} holds this table with other settings; give another --out, or move it away"])
 
 

@@ -513,6 +513,12 @@ def test_a_table_from_end_to_end(tmp_path, capsys):
     assert {c["mark"] for c in found_in(out / "toy-small")[1].values()} == {"other settings", "not run here"}
     (tmp_path / "toy.yaml").write_text(small)
 
+    # A directory of before some key was known is the same table.
+    path = out / "toy" / "sweep.yaml"
+    assert "classes_per_client: 1, " in path.read_text()
+    path.write_text(path.read_text().replace("classes_per_client: 1, ", ""))
+    assert main([file, "--show", "--out", str(out)]) == 0
+
     # A directory with other settings is left alone.
     (tmp_path / "toy.yaml").write_text(small.replace("lr: 0.05", "lr: 0.01"))
     assert main([file, "--show", "--out", str(out)]) == 2
