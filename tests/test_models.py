@@ -335,6 +335,24 @@ def test_experts_of_four_stages_share_the_first_two():
     assert network.get_parameter("body.experts.2.stage3.0.conv1.weight").shape == (24, 16, 3, 3)
 
 
+def test_experts_of_resnext_share_two_stages_and_own_two_of_three_quarters():
+    """Stages 3 and 4 have 6 and 3 blocks of a 1x1, a grouped 3x3 and a 1x1 convolution, each with a batch norm."""
+    network = build("resnext50", (3, 64, 64), 10, experts=2)
+    assert network.dim == 2 * 1536
+    assert network.get_parameter("body.experts.1.layer3.0.conv2.weight").shape == (384, 12, 3, 3)
+
+    def blocks(inputs, width, outputs, number):
+        first, other = ((i * width + 2 * width) + (9 * width * width // 32 + 2 * width) for i in (inputs, outputs))
+        last = width * outputs + 2 * outputs
+        return first + last + inputs * outputs + 2 * outputs + (number - 1) * (other + last)
+
+    own = blocks(512, 384, 768, 6) + blocks(768, 768, 1536, 3) + 1536 * 10
+    for i in range(2):
+        found = [p.numel() for n, p in network.named_parameters() if n.startswith(network.expert_prefixes(i))]
+        assert sum(found) == own
+    assert network(torch.randn(2, 3, 64, 64)).shape == (2, 10)
+
+
 def test_pad_shortcut_by_hand():
     x = torch.arange(16 * 16, dtype=torch.float32).reshape(1, 16, 4, 4)
     out = Pad(16, 24, 2)(x)

@@ -4,19 +4,20 @@ from collections import OrderedDict
 
 from torch import nn
 
+from orchestrator.models.experts import Layers, fork, of_experts
 from orchestrator.models.network import Network, Shape
 from orchestrator.models.resnet import initialise
 from orchestrator.models.vision import torchvision
 
 
-def resnet50(shape: Shape, classes: int) -> Network:
+def resnet50(shape: Shape, classes: int, experts: int = 1) -> Network:
     """Torchvision's ResNet-50."""
-    return _bottlenecks("resnet50", shape, classes)
+    return _bottlenecks("resnet50", shape, classes, experts)
 
 
-def resnext50(shape: Shape, classes: int) -> Network:
+def resnext50(shape: Shape, classes: int, experts: int = 1) -> Network:
     """Torchvision's ResNeXt-50 32x4d."""
-    return _bottlenecks("resnext50_32x4d", shape, classes)
+    return _bottlenecks("resnext50_32x4d", shape, classes, experts)
 
 
 def mobilenet_v3_small(shape: Shape, classes: int) -> Network:
@@ -47,12 +48,27 @@ def mobilenet_v3_small(shape: Shape, classes: int) -> Network:
     )
 
 
-def _bottlenecks(name: str, shape: Shape, classes: int) -> Network:
-    """Take the last layer off a torchvision ResNet, to be the head."""
+def _bottlenecks(name: str, shape: Shape, classes: int, experts: int) -> Network:
+    """Take the last layer off a torchvision ResNet, to be the head.
+
+    Several experts share all but the last two stages, and their own are three quarters as wide.
+    """
     whole = getattr(torchvision().models, name)(num_classes=classes)
     take_channels(whole, "conv1", shape[0])
     layers = OrderedDict[str, nn.Module](whole.named_children())  # in the order in which they are run
     head = layers.pop("fc")
+    if experts > 1:
+        last = [layers.pop(f"layer{i}") for i in (3, 4)]
+        pool, block = layers.pop("avgpool"), type(whole.layer1[0])
+
+        def own() -> Layers:
+            whole.inplanes = 128 * block.expansion  # what layer2 puts out
+            stages = [whole._make_layer(block, 192 << i, len(last[i]), stride=2) for i in range(2)]
+            return Layers(layer3=stages[0], layer4=stages[1], pool=pool, flat=nn.Flatten())
+
+        body = fork(layers, own, experts)
+        initialise(body)
+        return of_experts(body, 384 * block.expansion, classes, ("layer1", "layer2"), ("layer3", "layer4"))
     layers["flat"] = nn.Flatten()
     return Network(
         nn.Sequential(layers),
