@@ -58,12 +58,12 @@ def _bottlenecks(name: str, shape: Shape, classes: int, experts: int) -> Network
     layers = OrderedDict[str, nn.Module](whole.named_children())  # in the order in which they are run
     head = layers.pop("fc")
     if experts > 1:
-        last = [layers.pop(f"layer{i}") for i in (3, 4)]
+        blocks = [len(list(layers.pop(f"layer{i}").children())) for i in (3, 4)]
         pool, block = layers.pop("avgpool"), type(whole.layer1[0])
 
         def own() -> Layers:
             whole.inplanes = 128 * block.expansion  # what layer2 puts out
-            stages = [whole._make_layer(block, 192 << i, len(last[i]), stride=2) for i in range(2)]
+            stages = [whole._make_layer(block, 192 << i, blocks[i], stride=2) for i in range(2)]
             return Layers(layer3=stages[0], layer4=stages[1], pool=pool, flat=nn.Flatten())
 
         body = fork(layers, own, experts)
