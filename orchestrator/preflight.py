@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from orchestrator.data import DataError, Dataset, load
+from orchestrator import memory
+from orchestrator.data import DATASETS, Absent, DataError, Dataset, load, outline
 from orchestrator.driver import data_key, split_for
 from orchestrator.evaluate import known_metrics
 from orchestrator.experiment import Experiment, InputError, Search, dump
+from orchestrator.models import Network
 from orchestrator.resources import Share, concurrency, share
 from orchestrator.space import Trial
 from orchestrator.worker import network
@@ -39,12 +41,18 @@ def check_metric(metric: str, trials: Sequence[Trial]) -> None:
 
 
 class Checked:
-    """Data sets, partitions and networks, each made once so that what is wrong with them shows now."""
+    """Data sets, partitions and networks, each made once so that what is wrong with them shows now.
 
-    def __init__(self) -> None:
+    Where nothing is to be started, a known data set that is not there is noted and no more.
+    """
+
+    def __init__(self, dry: bool = False) -> None:
         self.datasets: dict[str, Dataset] = {}
+        self.dry = dry
+        self.missing: dict[str, str] = {}  # what to do about it
         self._digests: dict[Any, str] = {}
-        self._built: dict[Any, int] = {}  # kinds of networks, and how many bytes they have
+        self._built: dict[Any, Network] = {}  # kinds of networks, without their numbers
+        self._memory: dict[Any, int] = {}
 
     def check(self, trial: Trial) -> None:
         """Load a trial's data, cut its partition and build its network."""
@@ -57,8 +65,8 @@ class Checked:
             )
         try:
             if key not in self.datasets:
-                self.datasets[key] = load(e.data.name, e.data.root)
-            if (e.data, e.seed) not in self._digests:
+                self.datasets[key] = self._load(key, e)
+            if key not in self.missing and (e.data, e.seed) not in self._digests:
                 self._digests[e.data, e.seed] = split_for(e, self.datasets[key]).digest
         except DataError as error:
             raise InputError([f"data (trial {trial.id}): {error}"]) from None
@@ -71,7 +79,23 @@ class Checked:
             if e.make_aggregation().private and any(b.is_floating_point() for b in built.buffers()):
                 why = "noise would ruin the statistics of its batch norm"
                 raise InputError([f"aggregation (trial {trial.id}): 'dp' does not fit model '{e.model.name}': {why}"])
-            self._built[form] = 4 * sum(t.numel() for t in built.state_dict().values())
+            self._built[form] = built.to("meta")
+
+    def _load(self, key: str, e: Experiment) -> Dataset:
+        try:
+            return load(e.data.name, e.data.root, download=not self.dry)
+        except Absent as error:
+            if not (self.dry and e.data.name in DATASETS):
+                raise
+            self.missing[key] = str(error)
+            return outline(e.data.name)
+
+    def memory(self, e: Experiment, gpu: bool) -> int:
+        """Estimate the bytes that one client actor needs."""
+        key = self._form(e), e.local.batch, bool(e.local.momentum), gpu
+        if key not in self._memory:
+            self._memory[key] = memory.of_actor(e, self._built[self._form(e)], self.dataset(e), gpu)
+        return self._memory[key]
 
     def _form(self, e: Experiment) -> Any:
         return data_key(e), e.model, tuple(part.experts for part in e.chain().parts), e.aggregation[0]
@@ -79,7 +103,7 @@ class Checked:
     def bytes_kept(self, experiment: Experiment) -> int:
         """Estimate what a trial leaves: models of the last and best round, and two checkpoints with all memories."""
         memories = experiment.data.clients * any(part.card.keeps for part in experiment.chain().parts)
-        return self._built[self._form(experiment)] * (4 + 2 * (3 + memories)) + 2**20
+        return memory.weights(self._built[self._form(experiment)]) * (4 + 2 * (3 + memories)) + 2**20
 
     def dataset(self, experiment: Experiment) -> Dataset:
         """Return an experiment's data set."""
@@ -120,13 +144,24 @@ def shares(trials: Sequence[Trial], search: Search, options: argparse.Namespace)
     return at_a_time, {t.id: share(t.experiment, here, at_a_time, "here") for t in trials}
 
 
-def show(trials: Sequence[Trial], got: Mapping[str, Share], at_a_time: int, more: str, console: Console) -> None:
+def show(
+    trials: Sequence[Trial],
+    got: Mapping[str, Share],
+    at_a_time: int,
+    more: str,
+    checked: Checked,
+    console: Console,
+) -> None:
     """Print what would run."""
     for trial in trials:
         console.print(f"# trial {trial.id}: {trial.name}", markup=False, highlight=False)
         if trial.id in got:
             one = got[trial.id]
-            console.print(f"# asks for {one.actors} client actor(s) with {one.cpu:g} CPU and {one.gpu:g} GPU each")
+            needs = checked.memory(trial.experiment, one.gpu > 0) / 2**30
+            each = f"{one.cpu:g} CPU, {one.gpu:g} GPU and about {needs:.1f} GiB of memory each"
+            console.print(f"# asks for {one.actors} client actor(s) with {each}")
         console.print(dump(trial.experiment), markup=False, highlight=False)
+    for reason in checked.missing.values():
+        console.print(f"not here yet: {reason}", markup=False, highlight=False)
     where = f", {at_a_time} at a time on this machine" if got else ""
     console.print(f"{len(trials)} trial(s){where}{more}; nothing was started.")

@@ -128,10 +128,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
     # Where trials are proposed one by one, some possible ones stand for them all.
     examples = [replace(t, id="-") for t in expand(sweep)[:20]] if sweep.search.searcher == "optuna" else trials
     preflight.check_metric(sweep.search.metric, examples)
-    checked = preflight.Checked()
+    checked = preflight.Checked(options.dry_run)
     for trial in [*examples, *trials]:
         checked.check(trial)
-    preflight.check_space(examples, checked, out)
+    if not checked.missing:
+        preflight.check_space(examples, checked, out)
     if options.address:
         preflight.knock(options.address)
     # What a cluster has is known only once it is joined.
@@ -139,7 +140,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.dry_run:
         optuna = sweep.search.searcher == "optuna"
         more = f", {sweep.search.samples} proposed by optuna, of which these are possible ones" if optuna else ""
-        preflight.show(examples, shares, at_a_time, more, console)
+        preflight.show(examples, shares, at_a_time, more, checked, console)
         return 0
     (directory / "trials").mkdir(parents=True, exist_ok=True)
     uri = options.tracking_uri or tracking.default_uri(out)

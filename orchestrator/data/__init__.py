@@ -1,9 +1,11 @@
 """Data sets, the long-tailed cut, the partitions among clients and their local tests."""
 
-from orchestrator.data.datasets import DATASETS, Dataset, load
+from orchestrator.data.datasets import DATASETS, Dataset, load, outline
 from orchestrator.data.files import ImageFiles
 from orchestrator.data.maps import VOID
-from orchestrator.data.readers import DataError
+from orchestrator.data.readers import Absent, DataError
 from orchestrator.data.splits import Split, describe, split
 
-__all__ = ["DATASETS", "VOID", "DataError", "Dataset", "ImageFiles", "Split", "describe", "load", "split"]
+__all__ = [
+    "DATASETS", "VOID", "Absent", "DataError", "Dataset", "ImageFiles", "Split", "describe", "load", "outline", "split",
+]  # fmt: skip

@@ -76,6 +76,14 @@ def load(name: str, root: str | Path | None = None, *, download: bool = True) ->
     return _dataset(name, arrays, names, *_moments(arrays.x_train))
 
 
+def outline(name: str) -> Dataset:
+    """Return a known data set without its images: what can be planned before they are there."""
+    source = SOURCES[name]
+    x = np.zeros((0, *source.shape), np.uint8)
+    y: Labels = np.zeros((0, *source.shape[1:] * (name in SEGMENTED)), np.int64)
+    return Dataset(name, x, y, x, y, source.classes, source.mean, source.std, source.augment)
+
+
 def _dataset(
     name: str,
     arrays: Arrays,

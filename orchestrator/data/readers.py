@@ -26,6 +26,10 @@ class DataError(ValueError):
     """Data that is missing, damaged or cannot be divided as asked."""
 
 
+class Absent(DataError):
+    """Data of which there is nothing."""
+
+
 class Arrays(NamedTuple):
     """The four arrays of a data set; images may also stay in their files."""
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from orchestrator.data.images import tiny_imagenet
 from orchestrator.data.lists import IMAGENET, imagenet_lt, inaturalist
-from orchestrator.data.maps import CAMVID, CITYSCAPES, camvid, cityscapes
-from orchestrator.data.readers import Arrays, DataError, Folder, cifar_binary, cifar_python, mnist
+from orchestrator.data.maps import CAMVID, CITYSCAPES, SIZE, camvid, cityscapes
+from orchestrator.data.readers import Absent, Arrays, DataError, Folder, cifar_binary, cifar_python, mnist
 
 VARIABLE = "ORCHESTRATOR_DATA"
 DEBIAN = Path("/usr/share/datasets")
@@ -28,6 +28,8 @@ class Source:
     """What is published about one data set."""
 
     sizes: tuple[int, int] | None  #: images of training and test, where these are known
+    shape: tuple[int, int, int]  #: of an image as a network sees it
+    classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
     augment: str
@@ -52,7 +54,7 @@ def find(name: str, root: str | Path | None, download: bool) -> Arrays:
         return _search(source, [*places(root), DEBIAN], looked) or _cached(source, cache, looked, download)
     except DataError as error:
         folders = ", ".join(folder for layout in source.layouts for folder in layout.folders)
-        raise DataError(
+        raise type(error)(
             f"{name}: {error}. Looked in {', '.join(looked)} and there in {folders}. "
             f"To mend it: {source.advice}, and name the directory that holds it by the data root or by {VARIABLE}."
         ) from error
@@ -93,10 +95,10 @@ def _cached(source: Source, cache: Path, looked: list[str], download: bool) -> A
         try:
             _download(source.torchvision, cache)
         except Exception as error:  # no network, no space, no rights: whatever it is, the answer is the same
-            raise DataError(f"{problem} and the download failed ({error})") from error
+            raise Absent(f"{problem} and the download failed ({error})") from error
         if found := _search(source, [cache], []):
             return found
-    raise DataError(problem)
+    raise Absent(problem)
 
 
 def _cache() -> Path:
@@ -141,6 +143,8 @@ INATURALIST = [f"federated_train_user_{size}.csv" for size in ("120k", "160k")] 
 SOURCES = {
     "fashion_mnist": Source(
         sizes=(60_000, 10_000),
+        shape=(1, 28, 28),
+        classes=10,
         mean=(0.2860,),
         std=(0.3530,),
         augment="none",
@@ -150,6 +154,8 @@ SOURCES = {
     ),
     "cifar10": Source(
         sizes=(50_000, 10_000),
+        shape=(3, 32, 32),
+        classes=10,
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2470, 0.2435, 0.2616),
         augment="crop_flip",
@@ -170,6 +176,8 @@ SOURCES = {
     ),
     "cifar100": Source(
         sizes=(50_000, 10_000),
+        shape=(3, 32, 32),
+        classes=100,
         mean=(0.5071, 0.4865, 0.4409),
         std=(0.2673, 0.2564, 0.2762),
         augment="crop_flip",
@@ -182,6 +190,8 @@ SOURCES = {
     ),
     "tiny_imagenet": Source(
         sizes=(100_000, 10_000),
+        shape=(3, 64, 64),
+        classes=200,
         mean=(0.4802, 0.4481, 0.3975),
         std=(0.2770, 0.2691, 0.2821),
         augment="crop_flip",
@@ -190,6 +200,8 @@ SOURCES = {
     ),
     "imagenet_lt": Source(
         sizes=(115_846, 50_000),
+        shape=(3, 224, 224),
+        classes=1_000,
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
         augment="resized_crop_flip",
@@ -202,6 +214,8 @@ SOURCES = {
     ),
     "inaturalist_user_160k": Source(
         sizes=None,
+        shape=(3, 224, 224),
+        classes=1_203,  # of the usual split; read from the data where it is there
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
         augment="resized_crop_flip",
@@ -220,6 +234,8 @@ SOURCES = {
     ),
     "camvid": Source(
         sizes=(367, 233),
+        shape=(3, 90, 120),
+        classes=len(CAMVID),
         mean=(0.4119, 0.4251, 0.4327),
         std=(0.2977, 0.3019, 0.2980),
         augment="flip",
@@ -230,6 +246,8 @@ SOURCES = {
     ),
     "cityscapes": Source(
         sizes=None,
+        shape=(3, *SIZE),
+        classes=len(CITYSCAPES),
         mean=(0.2869, 0.3252, 0.2839),
         std=(0.1870, 0.1902, 0.1872),
         augment="flip",

@@ -1,0 +1,54 @@
+"""How much memory a client actor needs, estimated from its network and its batches before anything is started."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from orchestrator.data import Dataset, ImageFiles
+from orchestrator.experiment import Experiment
+
+FLOAT = 4  #: bytes
+LIBRARIES = 400 * 2**20  #: bytes of a process that has torch, Ray and our modules (370 MB on Linux without a GPU)
+#: Weights are held by the network, as they came, as they were at the start, and as they are trained; the gradient in
+#: parts and as one vector.
+COPIES = 6
+
+
+def weights(network: nn.Module) -> int:
+    """Return the bytes of all tensors of a network."""
+    return FLOAT * sum(int(t.numel()) for t in network.state_dict().values())
+
+
+def kept_for_backward(network: nn.Module, shape: tuple[int, ...], batch: int) -> int:
+    """Return the bytes that a forward pass leaves for the backward pass, found without computing anything."""
+    network, own = copy.deepcopy(network).to("meta"), set[int]()
+    x = torch.empty(batch, *shape, device="meta")
+    for tensor in (*network.parameters(), *network.buffers()):
+        own.add(tensor.untyped_storage()._cdata)
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = network(x)  # held, so that no two storages have the same address
+    del result
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def of_actor(experiment: Experiment, network: nn.Module, dataset: Dataset, gpu: bool) -> int:
+    """Estimate the bytes of one actor: its process, copies of the weights, one batch, and on a GPU the data.
+
+    On a CPU the images are shared by all actors of a machine, and those in files are never held whole.
+    """
+    memories = any(part.card.keeps for part in experiment.chain().parts)
+    batch = 2 * kept_for_backward(network, dataset.shape, experiment.local.batch)  # and as much again for gradients
+    held = [int(x.nbytes) for x in (dataset.x_train, dataset.x_test) if gpu and not isinstance(x, ImageFiles)]
+    copies = COPIES + bool(experiment.local.momentum) + memories
+    return int(LIBRARIES + copies * weights(network) + batch + sum(held))

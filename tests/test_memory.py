@@ -1,0 +1,129 @@
+"""What a client actor is said to need: by hand, and for every sweep file without its data."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny
+from torch import nn
+
+import search_spaces
+from orchestrator import tune
+from orchestrator.data import DATASETS, Absent, load, outline
+from orchestrator.experiment import read
+from orchestrator.memory import COPIES, FLOAT, LIBRARIES, kept_for_backward, of_actor
+from orchestrator.models import build
+from orchestrator.preflight import Checked
+from orchestrator.space import trials
+from orchestrator.worker import network
+
+FOLDER = Path(search_spaces.__file__).parent
+FILES = sorted({*FOLDER.glob("*.yaml"), *FOLDER.glob("tables/*.yaml")} - {FOLDER / "tables" / "published.yaml"})
+
+
+def test_what_a_forward_pass_keeps_by_hand():
+    images = 2 * 8 * 8
+    maps = 2 * 16 * 8 * 8 + 2 * 32 * 8 * 8  # of the two convolutions
+    pooled = 2 * 32 * 4 * 4
+    floats, places = images + maps + pooled + 2 * 64, pooled  # where the largest of each four was, in 8 bytes
+    assert kept_for_backward(build("cnn_small", (1, 8, 8), 10), (1, 8, 8), 2) == 4 * floats + 8 * places
+
+
+def test_it_grows_with_the_batch_and_leaves_the_network_alone():
+    net = build("resnet8", (3, 32, 32), 10, width=4)
+    before = {name: t.clone() for name, t in net.state_dict().items()}
+    small, large = (kept_for_backward(net, (3, 32, 32), batch) for batch in (8, 16))
+    assert small < large <= 2 * small, "all but the statistics of batch norm"
+    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+    assert not any(p.is_meta for p in net.parameters())
+
+
+def test_one_storage_counts_once():
+    class Twice(nn.Module):
+        def forward(self, x):
+            x = x * x  # keeps x twice; the input itself needs no gradient
+            return x.exp().sum()
+
+    class Learnt(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.twice = nn.Parameter(torch.ones(3)), Twice()
+
+        def forward(self, x):
+            return self.twice(x * self.w)
+
+    # x, the product (once though squared), and its exponential; not the parameter
+    assert kept_for_backward(Learnt(), (3,), 5) == 3 * 5 * 3 * FLOAT
+
+
+def test_an_actor_by_hand():
+    data = load("digits")
+    plain = tiny(local={"momentum": 0.0, "batch": 4})
+    net = network(plain, data)
+    weights = FLOAT * sum(p.numel() for p in net.parameters())
+    base = LIBRARIES + 2 * kept_for_backward(net, data.shape, 4)
+    assert of_actor(plain, net, data, gpu=False) == base + COPIES * weights
+    assert of_actor(plain, net, data, gpu=True) == base + COPIES * weights + data.x_train.nbytes + data.x_test.nbytes
+    own = tiny(algorithm="ditto", local={"momentum": 0.9, "batch": 4})
+    assert of_actor(own, net, data, gpu=False) == base + (COPIES + 2) * weights, "velocity, and a model of one's own"
+
+
+@pytest.mark.parametrize("name", [name for name in DATASETS if name != "digits"])
+def test_the_outline_of_a_data_set_is_that_of_its_images(name):
+    planned = outline(name)
+    try:
+        there = load(name, download=False)
+    except Absent:
+        assert planned.shape[0] == len(planned.mean)
+        return
+    assert (there.shape, there.classes, there.segmented) == (planned.shape, planned.classes, planned.segmented)
+    assert (there.mean, there.std, there.augment) == (planned.mean, planned.std, planned.augment)
+
+
+def nowhere(monkeypatch, folder):
+    """Let no data set be found."""
+    for variable in ("ORCHESTRATOR_DATA", "TORCH_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(variable, str(folder))
+    monkeypatch.setattr("orchestrator.data.sources.DEBIAN", folder)
+
+
+def test_a_dry_run_tells_what_is_missing_and_a_real_one_refuses(monkeypatch, tmp_path, capsys):
+    nowhere(monkeypatch, tmp_path)
+    file = tmp_path / "streets.yaml"
+    file.write_text(
+        "data: {name: cityscapes, clients: 19}\nalgorithm: fedavg\nlocal: {batch: 8}\nclients_per_round: 4\n"
+    )
+    words = [str(file), "--out", str(tmp_path / "out"), "--num-cpus", "8", "--num-gpus", "2"]
+    assert tune.main([*words, "--dry-run"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "# asks for 4 client actor(s) with 1 CPU, 0.5 GPU and about 1.3 GiB of memory each" in out
+    assert "not here yet: cityscapes: its files were not found." in out
+    assert "of cityscapes-dataset.com" in out
+    assert tune.main(words) == 2
+    assert "cityscapes: its files were not found" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
+@cache
+def checked():
+    return Checked(dry=True)
+
+
+def presets(path):
+    """Return the names of a file's presets, and None for what it says without one."""
+    import yaml
+
+    text = yaml.compose(path.read_text(encoding="utf-8"))
+    return [None, *(k.value for key, value in text.value if key.value == "presets" for k, _ in value.value)]
+
+
+@pytest.mark.parametrize(
+    ("path", "preset"), [(p, preset) for p in FILES for preset in presets(p)], ids=lambda v: getattr(v, "stem", v)
+)
+def test_every_sweep_can_be_planned_without_its_data(path, preset, monkeypatch, tmp_path):
+    """As on a machine that has no images at all."""
+    nowhere(monkeypatch, tmp_path)
+    for trial in trials(read(path, preset=preset)):
+        checked().check(trial)
+        assert LIBRARIES < checked().memory(trial.experiment, gpu=True) < 80 * 2**30, "no GPU has more"
