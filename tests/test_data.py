@@ -77,10 +77,11 @@ def test_digits_are_cut_by_file_order_and_scaled():
 
 
 def test_known_names_say_how_they_are_trained():
-    large = {"imagenet_lt", "inaturalist_user_160k"}
+    large, segmented = {"imagenet_lt", "inaturalist_user_160k"}, {"camvid", "cityscapes"}
     assert DATASETS[:5] == ("digits", "fashion_mnist", "cifar10", "cifar100", "tiny_imagenet")
-    assert set(DATASETS[5:]) == large
-    for augment, names in (("crop_flip", {"cifar10", "cifar100", "tiny_imagenet"}), ("resized_crop_flip", large)):
+    assert set(DATASETS[5:]) == large | segmented
+    small = {"cifar10", "cifar100", "tiny_imagenet"}
+    for augment, names in (("crop_flip", small), ("resized_crop_flip", large), ("flip", segmented)):
         assert {name for name, source in SOURCES.items() if source.augment == augment} == names
     assert {name for name, source in SOURCES.items() if source.as_published} == large
     assert {default_model(name) for name in large} == {"resnet50"}
@@ -284,8 +285,8 @@ def test_a_missing_set_says_where_it_looked_and_what_to_do(monkeypatch, tmp_path
         load(name, tmp_path / "root", download=False)
     for place in ("root", "variable", "debian", "torch/datasets"):
         assert str(tmp_path / place) in str(caught.value)
-    advice = "apt-get install dataset-fashion-mnist" if name == "fashion_mnist" else "unpack"
-    assert advice in str(caught.value)
+    others = {"fashion_mnist": "apt-get install dataset-fashion-mnist", "camvid": "save them as camvid_90x120.npz"}
+    assert others.get(name, "unpack") in str(caught.value)
 
 
 def test_a_failed_download_is_our_own_error(monkeypatch):
