@@ -128,7 +128,7 @@ def test_imagenet_lt_is_read_by_its_lists(tmp_path, small, lists, images, val):
     for files, labels in ((data.x_train, data.y_train), (data.x_test, data.y_test)):
         for i, path in enumerate(files.listing.path(row) for row in files.rows):
             assert WNIDS[labels[i]] in path or "val" in path
-            assert np.array_equal(files[[i]][0], decode(path, SIDE))
+            assert np.array_equal(files[[i]][0], decode(path, (SIDE, SIDE)))
     assert data.x_test.listing.path(data.x_test.rows[4]).endswith("ILSVRC2012_val_00000005.JPEG")
 
 
@@ -149,7 +149,7 @@ def test_inaturalist_is_read_by_its_tables(tmp_path, small, column, size):
     assert data.y_test.tolist() == [0, 1, 2]
     path = data.x_test.listing.path(data.x_test.rows[1])
     assert path == str(tmp_path / f"data/train_val_images/Plantae/Acer rubrum/0007{3:028x}.jpg")
-    assert np.array_equal(data.x_test[[1]][0], decode(path, SIDE))
+    assert np.array_equal(data.x_test[[1]][0], decode(path, (SIDE, SIDE)))
 
 
 @pytest.mark.parametrize(
@@ -225,13 +225,15 @@ def write_files(root: Path, n: int = 8, suffix: str = ".png") -> list[str]:
 
 
 def files_of(root: Path, n: int = 8, side: int = SIDE) -> ImageFiles:
-    return ImageFiles(listed(root, write_files(root, n), side), range(n))
+    return ImageFiles(listed(root, write_files(root, n), (side, side)), range(n))
 
 
 @pytest.mark.parametrize("suffix", [".png", ".jpg"])
 def test_rows_are_what_decoding_step_by_step_gives(tmp_path, suffix):
     names = write_files(tmp_path, 8, suffix)
-    files = ImageFiles(listed(tmp_path, names, 30), range(8))  # less than half as large: JPEG's shortcut is not taken
+    files = ImageFiles(
+        listed(tmp_path, names, (30, 30)), range(8)
+    )  # less than half as large: JPEG's shortcut is not taken
     expected = np.stack([directly(str(tmp_path / name), 30) for name in names])
     assert np.array_equal(files[range(8)], expected)
     assert np.array_equal(files[np.array([5, 0, 5])], expected[[5, 0, 5]])
@@ -246,14 +248,14 @@ def test_a_large_jpeg_is_decoded_at_a_fraction_and_looks_the_same(tmp_path):
     x, y = np.meshgrid(np.linspace(0, 255, 640), np.linspace(0, 255, 512))
     Image.fromarray(np.stack([x, y, (x + y) / 2], -1).astype(np.uint8)).save(tmp_path / "a.jpg", quality=95)
     path = str(tmp_path / "a.jpg")
-    assert np.abs(decode(path, 64).astype(int) - directly(path, 64)).max() <= 4
+    assert np.abs(decode(path, (64, 64)).astype(int) - directly(path, 64)).max() <= 4
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "CMYK", "1", "RGBA"])
 def test_every_kind_of_image_becomes_rgb(tmp_path, mode):
     file = tmp_path / ("a.tif" if mode == "CMYK" else "a.png")
     picture(file, 1, 0, mode=mode)
-    assert np.array_equal(decode(str(file), SIDE), directly(str(file)))
+    assert np.array_equal(decode(str(file), (SIDE, SIDE)), directly(str(file)))
 
 
 def test_a_missing_or_broken_image_is_told_by_its_path(tmp_path):
@@ -274,19 +276,20 @@ def test_the_digest_sees_names_sizes_labels_and_resolution_but_no_pixels(tmp_pat
     def digest(files, y=y):
         return Dataset("a", files, y, files, y, 2, (0.5,) * 3, (0.5,) * 3).digest
 
-    found = {digest(files), digest(files, 1 - y), digest(ImageFiles(replace(files.listing, side=21), files.rows))}
+    found = {digest(files), digest(files, 1 - y), digest(ImageFiles(replace(files.listing, size=(21, 21)), files.rows))}
     found.add(digest(ImageFiles(files.listing, range(1, 8)), y[1:]))
-    found.add(digest(ImageFiles(listed(tmp_path / "a", [f"{i}.png" for i in (1, 0, *range(2, 8))], SIDE), range(8))))
+    swapped = [f"{i}.png" for i in (1, 0, *range(2, 8))]
+    found.add(digest(ImageFiles(listed(tmp_path / "a", swapped, (SIDE, SIDE)), range(8))))
     assert len(found) == 5
     other = tmp_path / "b"
     (tmp_path / "a").rename(other)
     for file in other.iterdir():
         file.write_bytes(bytes(file.stat().st_size))  # nothing reads it
-    same = ImageFiles(listed(other, [f"{i}.png" for i in range(8)], SIDE), range(8))
+    same = ImageFiles(listed(other, [f"{i}.png" for i in range(8)], (SIDE, SIDE)), range(8))
     assert digest(same) == digest(files)
     with (other / "0.png").open("ab") as file:
         file.write(b"x")
-    assert digest(ImageFiles(listed(other, [f"{i}.png" for i in range(8)], SIDE), range(8))) not in found
+    assert digest(ImageFiles(listed(other, [f"{i}.png" for i in range(8)], (SIDE, SIDE)), range(8))) not in found
 
 
 # ---- the cache ---------------------------------------------------------------------------------------------------
@@ -318,7 +321,7 @@ def test_training_and_test_images_share_one_file(tmp_path, small):
     again = pickle.loads(pickle.dumps(data))
     assert again.x_train.listing is again.x_test.listing
     assert all(np.array_equal(a, b) for a, b in zip(first, (again.x_train[[0, 1]], again.x_test[[0, 1]]), strict=True))
-    assert kept(tmp_path).name.startswith(f"data-{SIDE}-")
+    assert kept(tmp_path).name.startswith(f"data-{SIDE}x{SIDE}-")
 
 
 @pytest.mark.parametrize("at", [0, SUM, SUM + 700, RECORD - 1])
@@ -342,7 +345,7 @@ def test_a_changed_image_is_not_taken_from_the_cache(tmp_path):
     path = tmp_path / "x" / "0.png"
     Image.fromarray(np.full((40, 40, 3), 7, np.uint8)).save(path)
     os.utime(path, (1, 1))
-    again = ImageFiles(listed(tmp_path / "x", [f"{i}.png" for i in range(8)], SIDE), range(8))[[0]]
+    again = ImageFiles(listed(tmp_path / "x", [f"{i}.png" for i in range(8)], (SIDE, SIDE)), range(8))[[0]]
     assert again.max() == 7 != first.max()
 
 
@@ -397,7 +400,7 @@ def test_processes_that_read_and_write_at_once_all_see_the_same(tmp_path):
     found = {one.communicate()[0] for one in several}
     assert [one.returncode for one in several] == [0, 0, 0]
     assert len(found) == 1
-    assert np.array_equal(files[range(64)], np.stack([decode(files.listing.path(i), SIDE) for i in range(64)]))
+    assert np.array_equal(files[range(64)], np.stack([decode(files.listing.path(i), (SIDE, SIDE)) for i in range(64)]))
     assert kept(tmp_path).stat().st_size == 64 * RECORD
 
 
@@ -454,9 +457,9 @@ def own():
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty"))) * 1024
 
 root, n = Path(sys.argv[1]), int(sys.argv[2])
-decode(str(root / "0/0.png"), 8)
+decode(str(root / "0/0.png"), (8, 8))
 before = own()
-files = ImageFiles(listed(root, [f"{i % 100}/{i}.png" for i in range(n)], 8), range(n))
+files = ImageFiles(listed(root, [f"{i % 100}/{i}.png" for i in range(n)], (8, 8)), range(n))
 made = own()
 sent = len(pickle.dumps(files))
 for rows in np.split(np.random.default_rng(0).permutation(n), n // 1000):

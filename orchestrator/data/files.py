@@ -1,6 +1,7 @@
 """Images that stay in their files: decoded when their rows are asked for, and kept decoded in one file per machine."""
 
 import hashlib
+import math
 import os
 import shutil
 import warnings
@@ -20,6 +21,7 @@ PLACE, BUDGET = "ORCHESTRATOR_CACHE", "ORCHESTRATOR_CACHE_GB"
 SCHEME = 1  #: to be raised whenever the same file is decoded to other pixels
 SUM = 16  #: bytes of a checksum
 Numbers = npt.NDArray[np.int64]
+Size = tuple[int, int]  #: height and width
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,16 +29,22 @@ class Listing:
     """Image files below one directory, all to be brought to one size; a name costs no more than its letters."""
 
     root: str
-    side: int
+    size: Size
     names: Images  #: the bytes of all names, one after another
     ends: Numbers  #: where each name ends
     sizes: Numbers  #: bytes of each file
     stamp: str  #: changes when any file does
     place: str  #: directory of the cache, on whatever machine the images are read
     budget: int | None  #: bytes that the cache may take there; None: half of what is free
+    labels: Images | None = None  #: what each byte of a map of labels stands for; None: files are pictures in colour
 
     def __len__(self) -> int:
         return len(self.ends)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of each image."""
+        return 3 if self.labels is None else 1, *self.size
 
     def path(self, row: int) -> str:
         """Return the path of a file."""
@@ -47,7 +55,7 @@ class Listing:
         """Return a SHA-256 over names and sizes of some files and the resolution to which they are brought."""
         begin = self.ends[rows.start - 1] if rows.start else 0
         here = slice(rows.start, rows.stop)
-        sha = hashlib.sha256(f"{self.side} {len(rows)}".encode())
+        sha = hashlib.sha256(f"{self.shape} {len(rows)} {self.labels}".encode())
         for numbers in (self.ends[here] - begin, self.sizes[here]):
             sha.update(numbers.astype("<i8").tobytes())
         sha.update(self.names[begin : self.ends[rows.stop - 1] if len(rows) else begin].tobytes())
@@ -61,19 +69,19 @@ class Listing:
     def read(self, row: int, into: Images) -> None:
         """Fill in the pixels of one image."""
         if not self.cache.read(row, into):
-            into[...] = decode(self.path(row), self.side)
+            into[...] = decode(self.path(row), self.size, self.labels)
             self.cache.write(row, into)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # without the cache, which every process opens for itself
         return Listing, (
-            *(self.root, self.side, self.names, self.ends),
-            *(self.sizes, self.stamp, self.place, self.budget),
+            *(self.root, self.size, self.names, self.ends),
+            *(self.sizes, self.stamp, self.place, self.budget, self.labels),
         )
 
 
 class ImageFiles:
-    """A range of listed images that looks like an array of bytes [N, 3, side, side] wherever rows are asked for."""
+    """A range of listed images that looks like an array of bytes [N, C, H, W] wherever rows are asked for."""
 
     dtype = np.dtype(np.uint8)
 
@@ -86,7 +94,7 @@ class ImageFiles:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Images, channels, height and width."""
-        return len(self), 3, self.listing.side, self.listing.side
+        return len(self), *self.listing.shape
 
     @property
     def digest(self) -> str:
@@ -123,14 +131,15 @@ class Cache:
     """
 
     def __init__(self, listing: Listing) -> None:
-        self.bytes = 3 * listing.side**2
+        height, width = listing.size
+        self.bytes = math.prod(listing.shape)
         self.kept, self.writable = np.zeros(len(listing), bool), False
         if listing.budget == 0:
             return
         try:
             folder = Path(listing.place).expanduser()
             folder.mkdir(parents=True, exist_ok=True)
-            path = folder / f"{Path(listing.root).name}-{listing.side}-{_key(listing)}.pixels"
+            path = folder / f"{Path(listing.root).name}-{height}x{width}-{_key(listing)}.pixels"
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             mine = os.fstat(self._file).st_blocks * 512
             budget = (shutil.disk_usage(folder).free + mine) // 2 if listing.budget is None else listing.budget
@@ -167,7 +176,7 @@ class Cache:
         warnings.warn(f"{why}. Training goes on, but slower", stacklevel=2)
 
 
-def listed(root: Path, names: Sequence[str], side: int) -> Listing:
+def listed(root: Path, names: Sequence[str], size: Size, labels: Images | None = None) -> Listing:
     """Look at every file once and list them; the environment says where decoded images are kept, and how many."""
     encoded = [name.encode() for name in names]
     with ThreadPoolExecutor(16) as pool:  # a file server answers many questions at a time
@@ -176,27 +185,39 @@ def listed(root: Path, names: Sequence[str], side: int) -> Listing:
     about = np.concatenate([np.zeros((0, 2), np.int64), *looks])
     return Listing(
         root=str(root.absolute()),
-        side=side,
+        size=size,
         names=np.frombuffer(b"".join(encoded), np.uint8),
         ends=np.cumsum([len(name) for name in encoded], dtype=np.int64),
         sizes=np.ascontiguousarray(about[:, 0]),
         stamp=hashlib.sha256(about.tobytes()).hexdigest(),
         place=os.environ.get(PLACE) or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fedtail"),
         budget=_budget(os.environ.get(BUDGET, "")),
+        labels=labels,
     )
 
 
-def decode(path: str, side: int) -> Images:
-    """Decode an image to RGB [3, side, side]: its shorter side is brought to the size, the longer one cut to it."""
+def decode(path: str, size: Size, labels: Images | None = None) -> Images:
+    """Decode a picture to RGB [3, H, W], or a map of labels to [1, H, W], shrunk until one side fits and then cut."""
     from PIL import Image
 
+    height, width = size
     try:
         with Image.open(path) as image:
-            image.draft(None, (side, side))  # of a much larger JPEG only as many frequencies as are needed
-            w, h = (side * length // min(image.size) for length in image.size)
-            left, top = (round((length - side) / 2) for length in (w, h))
-            resized = image.convert("RGB").resize((w, h), Image.Resampling.BILINEAR)
-            return np.asarray(resized.crop((left, top, left + side, top + side))).transpose(2, 0, 1)
+            image.draft(None, (width, height))  # of a much larger JPEG only as many frequencies as are needed
+            if labels is not None and image.mode not in ("L", "P"):
+                raise DataError(f"{path} must have one byte a pixel, not the mode {image.mode}")
+            fits = min(image.width * height, image.height * width)  # the smaller of both scales, without division
+            w, h = (length * height * width // fits for length in image.size)
+            left, top = round((w - width) / 2), round((h - height) / 2)
+            box = left, top, left + width, top + height
+            if labels is not None:  # between two labels there is nothing
+                ids = np.asarray(image.resize((w, h), Image.Resampling.NEAREST).crop(box))
+                return np.take(labels, ids)[None]
+            return np.asarray(image.convert("RGB").resize((w, h), Image.Resampling.BILINEAR).crop(box)).transpose(
+                2, 0, 1
+            )
+    except DataError:
+        raise
     except FileNotFoundError as error:
         raise DataError(f"{path} is missing: put the images there, on every machine that reads them") from error
     except Exception as error:  # every decoder raises its own kinds

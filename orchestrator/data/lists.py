@@ -53,7 +53,7 @@ def inaturalist(train: str, side: int = 256) -> Callable[[Folder], Arrays]:
 def _arrays(
     root: Path, train: Sequence[str], y_train: Labels, test: Sequence[str], y_test: Labels, side: int
 ) -> Arrays:
-    files, n = listed(root, [*train, *test], side), len(train)
+    files, n = listed(root, [*train, *test], (side, side)), len(train)
     _ = files.cache  # a place that cannot be written is told here, and not in the log of an actor
     return Arrays(ImageFiles(files, range(n)), y_train, ImageFiles(files, range(n, len(files))), y_test)
 

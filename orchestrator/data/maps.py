@@ -1,13 +1,14 @@
 """Data sets that have a label for every pixel: semantic segmentation."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.data.images import open_image
+from orchestrator.data.files import ImageFiles, listed
 from orchestrator.data.readers import Arrays, DataError, Folder, archive, channels_first
 
 VOID = 255  #: the label of a pixel that is neither learned nor tested
@@ -56,41 +57,23 @@ def camvid(folder: Folder) -> Arrays:
 
 
 def cityscapes(folder: Folder) -> Arrays:
-    """Read the fine annotations of Cityscapes; its validation set is the test."""
-    parts: list[Any] = []
+    """Read the fine annotations of Cityscapes; its validation set is the test, and images stay in their files."""
+    names: list[str] = []
+    ends = [0]
     for kind in ("train", "val"):
-        images = sorted((folder.path / "leftImg8bit" / kind).glob("*/*_leftImg8bit.png"))
-        if not images:
+        found = sorted((folder.path / "leftImg8bit" / kind).glob("*/*_leftImg8bit.png"))
+        if not found:
             raise DataError(f"{folder.path / 'leftImg8bit' / kind} holds no <city>/*_leftImg8bit.png")
-        labels = [
-            folder.path / "gtFine" / kind / path.parent.name / path.name.replace("_leftImg8bit", "_gtFine_labelIds")
-            for path in images
-        ]
-        if missing := [path for path in labels if not path.is_file()]:
-            raise DataError(f"{len(missing)} of {len(labels)} images have no labels, the first {missing[0]}")
-        parts += [_pixels(images), _ids(labels)]
+        names += [str(path.relative_to(folder.path / "leftImg8bit")) for path in found]
+        ends.append(len(names))
+    maps = [f"gtFine/{name.replace('_leftImg8bit', '_gtFine_labelIds')}" for name in names]
+    if missing := [name for name in maps if not (folder.path / name).is_file()]:
+        raise DataError(f"{len(missing)} of {len(maps)} images have no labels, the first {folder.path / missing[0]}")
+    meaning = np.full(256, VOID, np.uint8)
+    meaning[list(CITYSCAPES)] = range(len(CITYSCAPES))
+    images = listed(folder.path, [f"leftImg8bit/{name}" for name in names], SIZE)
+    y = ImageFiles(listed(folder.path, maps, SIZE, meaning), range(len(maps)))[np.arange(len(maps))][:, 0]
+    parts: list[Any] = []
+    for begin, end in pairwise(ends):
+        parts += [ImageFiles(images, range(begin, end)), y[begin:end]]
     return Arrays(*parts)
-
-
-def _pixels(paths: list[Path]) -> Maps:
-    from PIL.Image import Resampling
-
-    x = np.empty((len(paths), 3, *SIZE), np.uint8)
-    for row, path in zip(x, paths, strict=True):
-        with open_image(path) as image:
-            row[...] = np.asarray(image.convert("RGB").resize(SIZE[::-1], Resampling.BILINEAR)).transpose(2, 0, 1)
-    return x
-
-
-def _ids(paths: list[Path]) -> Maps:
-    from PIL.Image import Resampling
-
-    table = np.full(256, VOID, np.uint8)
-    table[list(CITYSCAPES)] = range(len(CITYSCAPES))
-    y = np.empty((len(paths), *SIZE), np.uint8)
-    for row, path in zip(y, paths, strict=True):
-        with open_image(path) as image:
-            if image.mode not in ("L", "P"):
-                raise DataError(f"{path} must have one byte a pixel, not the mode {image.mode}")
-            row[...] = table[np.asarray(image.resize(SIZE[::-1], Resampling.NEAREST))]
-    return y
