@@ -160,13 +160,15 @@ class ActivationMaps:
         return loss
 
     def drop(self, layer: str, h: Tensor) -> Tensor:
-        """Zero what the map known before this batch holds low; the first batch is its own map."""
+        """Zero what is low by the map known before this batch; the first batch is its own map."""
         self._h[layer] = h_mean = h.detach().mean(self.mean_over).view(-1, *h.shape[2:])
         M = self.M.get(layer, h_mean).flatten(1)
         low, high = M.aminmax(dim=1, keepdim=True)
         M_norm = (M - low) / (high - low).clamp_min(torch.finfo(M.dtype).tiny)
         K = math.ceil(self.share * M.shape[1])
-        mu = M_norm.mean(1, keepdim=True) if self.mode == "mean" else M_norm.topk(K, dim=1).values[:, -1:]
+        mu = M_norm.topk(K, dim=1).values[:, -1:] if self.mode == "topk" else M_norm.mean(1, keepdim=True)
+        if self.mode == "value":
+            return h * (h >= mu.view(-1, *[1] * (h.dim() - 2)))
         return h * (M_norm >= mu).view(h_mean.shape)
 
     def learn(self, loss: Tensor) -> None:

@@ -115,6 +115,11 @@ class _Line:
     parts: tuple[str, ...]
     layers: tuple[_Layer, ...]
 
+    @property
+    def names(self) -> list[str]:
+        """What it goes by: the parts of its label, and all of it, last."""
+        return list(dict.fromkeys((*self.label.split(", "), *self.parts, self.label)))
+
 
 def take(document: Document, path: Path | None) -> Table | None:
     """Turn the key `table` of a file into `cases`, one for each different cell that the paper has a number for."""
@@ -209,7 +214,7 @@ def _exceptions(row: _Line, column: _Line) -> Iterator[_Layer]:
     """Yield what a row says for this column alone, which goes by its label or one that is part of it."""
     for path, layer in row.layers:
         own = layer.get("columns", {})
-        for label in dict.fromkeys((*column.parts, column.label)):
+        for label in column.names:
             if label in own:
                 yield (*path, "columns", label), own[label]
 
@@ -236,13 +241,13 @@ def _complete(document: Document, published: Published, rows: list[_Line], colum
             if label not in have and label not in published.left_out:
                 text = f"'{label}' is lacking; add it, or say under left_out in {PUBLISHED} why it is not run"
                 raise _wrong(document, ("table", side), text)
-    known = {label for column in columns for label in (*column.parts, column.label)}
+    known = {label for column in columns for label in column.names}
     for path, layer in (layer for row in rows for layer in row.layers):
         own = layer.get("columns", {})
         if not isinstance(own, dict) or not all(isinstance(part, dict) for part in own.values()):
             raise _wrong(document, (*path, "columns"), "must be a mapping of columns to parts of an experiment")
         if strange := [label for label in own if label not in known]:
-            text = f"there is no such column; {nearest(strange[0], {part for c in columns for part in c.parts})}"
+            text = f"there is no such column; {nearest(strange[0], known)}"
             raise _wrong(document, (*path, "columns", strange[0]), text)
 
 

@@ -169,17 +169,25 @@ def test_few_clients_in_a_round(clients):
 # BAVD ----------------------------------------------------------------------------------------------------------------
 
 
-def test_two_steps_by_hand():
+def kept(mode, h, M):
+    """Return what BAVD lets through, per channel: values above the mean of the map in [0, 1], or high places of it."""
+    if mode == "mean":  # to normalise the map moves its mean along
+        return h * (M.mean((1, 2), keepdim=True) <= M)
+    low, high = M.amin((1, 2), keepdim=True), M.amax((1, 2), keepdim=True)
+    return h * (h >= ((M - low) / (high - low).clamp_min(1e-30)).mean((1, 2), keepdim=True))
+
+
+@pytest.mark.parametrize("mode", ["value", "mean"])
+def test_two_steps_by_hand(mode):
     """Two batches: masked by the first batch's own means, then by the map that the first has left."""
     half = (int(only("bavd").split.counts[0].sum()) + 1) // 2
-    run = only("bavd", local={"lr": 0.1, "momentum": 0.0, "batch": half, "weight_decay": 0.0})
+    run = only("bavd", bavd_mode=mode, local={"lr": 0.1, "momentum": 0.0, "batch": half, "weight_decay": 0.0})
     w, client, A = run.server.model, visitor(run, 0), {}
     got, maps = run.parts[0].descend(client, w)
 
     def tap(name, h):
         seen[name] = h.detach().mean(0)
-        M = A.get(name, seen[name])
-        return h * (M.mean((1, 2), keepdim=True) <= M)  # per channel; to normalise the map moves its mean along
+        return kept(mode, h, A.get(name, seen[name]))
 
     flat, before = w.flat, None
     for x, y in visitor(run, 0).batches(1):
@@ -210,12 +218,29 @@ def test_keeping_everything_is_no_dropout():
 
 @pytest.mark.parametrize(
     "change",
-    [{"psi_sign": "formula"}, {"map_shape": "hw"}, {"bavd_mode": "topk"}, {"map_life": "epoch"}, {"bavd": False}],
+    [
+        {"psi_sign": "formula"},
+        {"map_shape": "hw"},
+        {"bavd_mode": "mean"},
+        {"bavd_mode": "topk"},
+        {"map_life": "epoch"},
+        {"bavd": False},
+    ],
     ids=str,
 )
 def test_each_choice_of_bavd_changes_the_model(change):
     local = {"lr": 0.05, "batch": 16, "epochs": 2}
     assert trained("bavd", local=local, **change) != trained("bavd", local=local)
+
+
+def test_values_are_dropped_for_each_image_by_itself_and_places_for_all_alike():
+    h = tensor([[[[0.1, 0.9], [0.2, 2.0]]], [[[0.9, 0.1], [2.0, 0.2]]]])  # two images that mirror each other
+    M = tensor([[[0.0, 1.0], [0.0, 1.0]]])  # mu = 1/2: the right column is high
+    by_value, by_place = (
+        ff.ActivationMaps({"layer": M.clone()}, "text", "chw", mode, 0.5).drop("layer", h) for mode in ("value", "mean")
+    )
+    assert by_value.tolist() == tensor([[[[0.0, 0.9], [0.0, 2.0]]], [[[0.9, 0.0], [2.0, 0.0]]]]).tolist()
+    assert by_place.tolist() == tensor([[[[0.0, 0.9], [0.0, 2.0]]], [[[0.0, 0.1], [0.0, 0.2]]]]).tolist()
 
 
 def test_a_map_lives_for_a_visit_an_epoch_or_for_ever():

@@ -576,6 +576,24 @@ def test_a_table_that_cannot_run_here_says_why(tmp_path, capsys):
     assert "| FedAvg | 10.00<br>not run here [1] |" in (tmp_path / "runs" / "toy" / "table.md").read_text()
 
 
+def test_a_row_excepts_columns_by_a_part_of_a_label_that_was_written_out(tmp_path):
+    toy(tmp_path, [10, 20], [30, 40])
+    parts = TOY[TOY.index("    - {here") : TOY.index("  rows:")]
+    written = "".join(
+        f"    {a}, {b}: {{data: {{name: {data}}}, metric: {metric}}}\n"
+        for a, data in (("here", "digits"), ("elsewhere", "nowhere.npz"))
+        for b, metric in (("GM", "generic/acc"), ("PM", "personal/acc_dist"))
+    )
+    rows = TOY.replace(parts, written).replace("PM: {because: of the moon}", "here: {rounds: 24}")
+    (tmp_path / "toy.yaml").write_text(rows)
+    sweep = read(tmp_path / "toy.yaml")
+    of = [trials(variant)[0].experiment for variant in sweep.variants()]
+    rounds = {(c.row, c.column): of[c.case].rounds for c in sweep.table.cells if c.case is not None}
+    long = {("FedAvg", "here, GM"), ("FedAvg", "here, PM")}
+    assert len(rounds) == 7
+    assert rounds == {at: 24 if at in long else 12 for at in rounds}
+
+
 # Bad input ------------------------------------------------------------------------------------------------------------
 
 
