@@ -28,7 +28,7 @@ class MuPFL(FedAvg):
     bavd: bool = True  #: BAVD: zero what the activation maps M_i hold to be of little use
     psi_sign: Literal["text", "formula"] = "text"  #: psi = l_{q-1} - l_q as the text explains it, or the negative
     map_shape: Literal["chw", "hw"] = "chw"  #: M_i of a layer: one map per channel, or one for all
-    bavd_mode: Literal["value", "mean", "topk"] = "value"  #: keep h >= mu_i, or where M_i^norm >= mu_i, or its K largest
+    bavd_mode: Literal["value", "mean", "topk"] = "value"  #: keep h >= mu_i, or where M_i^norm >= mu_i, or K largest
     topk_share: float = knob(0.5, gt=0, le=1)  #: K of mode topk, as a share of a map's H x W positions
     map_life: Literal["call", "epoch", "persistent"] = "call"  #: M_i accumulates over a visit, an epoch, or all visits
     acmu: bool = True  #: ACMU: average updates within clusters before all models are averaged

@@ -129,7 +129,8 @@ def ranking_rows(report: Report) -> list[dict[str, Any]]:
 
 def headline(report: Report) -> list[str]:
     """Return the metrics of the ranking: that of the sweep first."""
-    return list(dict.fromkeys([report.metric, *usual_metrics((t for c in report.configurations for t in c.trials), report.metric)]))
+    trials = (trial for c in report.configurations for trial in c.trials)
+    return list(dict.fromkeys([report.metric, *usual_metrics(trials, report.metric)]))
 
 
 def board_rows(board: Leaderboard) -> list[dict[str, Any]]:

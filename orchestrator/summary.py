@@ -143,7 +143,8 @@ def best(summary: Mapping[str, Any]) -> Configuration | None:
 
 def table(summary: Mapping[str, Any]) -> Table:
     """Return the configurations as a table for people, the best one marked."""
-    winner, shown = best(summary), [*dict.fromkeys((*headline(summary["trials"], summary["metric"]), summary["metric"]))]
+    winner, metric = best(summary), summary["metric"]
+    shown = list(dict.fromkeys((*headline(summary["trials"], metric), metric)))
     several = any(len(c.trials) > 1 for c in configurations(summary))
     title = f"{summary['name']}: last round{', mean ± standard deviation over seeds' if several else ''}"
     result = Table(title=title, title_justify="left")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from orchestrator.experiment import Search
-from orchestrator.summary import best, configurations, main, markdown, table, write_summary
+from orchestrator.summary import best, configurations, headline, main, markdown, table, write_summary
 
 VALUES = {"0000": [0.5, 0.9, 0.6], "0001": [0.4, 0.5, 0.8], "0002": [0.9, 0.2, 0.65]}
 PARAMS = {"0000": {"mu": 1, "seed": 0}, "0001": {"mu": 1, "seed": 1}, "0002": {"mu": 2, "seed": 0}}
@@ -68,3 +68,10 @@ def test_tables(summary, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["summary", str(tmp_path), "generic/acc"])
     assert main() == 0
     assert "0.7000 ± 0.1414" in capsys.readouterr().out
+
+
+def test_a_sweep_of_pixels_has_its_columns_before_there_are_scores():
+    waiting = [{"last": {}}]
+    assert "personal/miou" in headline(waiting, "validation/miou")
+    assert "personal/acc_dist" in headline(waiting, "validation/acc_owned")
+    assert "personal/miou" in headline([{"last": {"personal/miou": 0.3}}], "train/loss")
