@@ -83,6 +83,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         directory.mkdir(parents=True, exist_ok=True)
         write(directory / "table.md", found.markdown().encode())
         write_json(directory / "table.json", found.record())
+        if picture := found.picture():
+            (directory / "pictures").mkdir(exist_ok=True)
+            write(directory / "pictures" / "table.svg", picture.encode())
     for line in found.caption:
         console.print(line, markup=False, highlight=False)
     console.print(found.rich(), highlight=False)

@@ -92,6 +92,11 @@ class Cell:
     case: int | None = None
     reading: Reading | None = None
 
+    @property
+    def accuracy(self) -> bool:
+        """Whether the number is an accuracy, and not of rounds, norms or angles."""
+        return self.reading is not None and self.reading.reaches is None and self.reading.metric not in CLASSIFIER
+
 
 @dataclass(frozen=True)
 class Table:

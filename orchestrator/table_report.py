@@ -99,8 +99,7 @@ def outcome(
         label = cell.row if cell.row in published.left_out else cell.column
         return Outcome(cell, (), "not run here", published.left_out[label])
     ended = {id: path for id, path in trials.items() if path.is_dir() and status_of(path)["status"] == "FINISHED"}
-    accuracy = cell.reading.reaches is None and cell.reading.metric not in CLASSIFIER
-    scale = 100.0 if accuracy and published.unit == "percent" else 1.0
+    scale = 100.0 if cell.accuracy and published.unit == "percent" else 1.0
     found = {id: measure(path, cell.reading) for id, path in ended.items()}
     values = {id: scale * value for id, value in found.items() if value is not None}
     told: dict[str, Any] = {"cell": cell, "values": tuple(values.values()), "trials": tuple(ended)}
@@ -332,6 +331,22 @@ class Report:
         head, *rows = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in self._grid("<br>"))
         table = "\n".join([head, "|" + "---|" * (len(self.table.published.columns) + 1), *rows])
         return "\n\n".join([*self.caption, table, *self.tail()]) + "\n"
+
+    def picture(self) -> str | None:
+        """Return all accuracies over the published ones as SVG; None if there are none yet."""
+        from orchestrator.pictures.published import Point, against
+        from orchestrator.pictures.style import svg
+
+        points = [
+            Point(o.cell.row if self.table.by_rows else o.cell.column, o.cell.published, o.ours, o.spread)
+            for o in self._read
+            if o.cell.accuracy and o.ours is not None and o.cell.published is not None
+        ]
+        if not points:
+            return None
+        unit, within = (" (%)", POINTS) if self.table.published.unit == "percent" else ("", POINTS / 100)
+        title = f"{self.table.published.paper.split(' (')[0]}, Table {self.table.published.table}: ours over published"
+        return svg(against(points, unit, within, title))
 
     def record(self) -> dict[str, Any]:
         """Return the table for scripts."""

@@ -16,7 +16,7 @@ from orchestrator.pictures.comparison import Comparison
 from orchestrator.pictures.comparison import pictures as compare
 from orchestrator.pictures.declared import draw_declared
 from orchestrator.pictures.run import draw, pictures
-from orchestrator.pictures.style import look, svg
+from orchestrator.pictures.style import canvas, legend, look, plain, styled, svg
 from orchestrator.runs import compared, read_run, read_source
 
 METRIC = "personal/acc_dist"
@@ -267,6 +267,20 @@ def test_series_differ_without_colour():
     looks = [look(i) for i in range(16)]
     assert len({(each.marker, str(each.line)) for each in looks[:8]}) == 8
     assert len({(each.colour, each.marker) for each in looks}) == 16
+
+
+@pytest.mark.parametrize("length", [5, 14, 20, 30, 36, 60])
+@styled
+def test_a_legend_stays_within_its_picture(length):
+    figure, axes = canvas()
+    for i in range(8):
+        axes.plot([0, 1], [0, i], label=plain("configuration " * 9, length))
+    legend(axes)
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.x1
+    assert 0 <= box.y0 < box.y1 < axes.get_window_extent().y0
 
 
 def test_drawing_leaves_the_callers_style_alone(tuned):

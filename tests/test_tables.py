@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from orchestrator import tune
 from orchestrator.checkpoint import RunDirectory, set_status, write_json
 from orchestrator.data import load
 from orchestrator.experiment import InputError, dump_sweep, filled_in, read
+from orchestrator.pictures.published import Point, against
 from orchestrator.plan import plan
 from orchestrator.space import trials
 from orchestrator.table import _wanted, main, reduced
@@ -425,6 +427,18 @@ def test_a_report_in_markdown():
     assert "at most 3 points" in text
 
 
+def test_the_picture_has_every_accuracy_that_was_run_over_the_published_one():
+    table, outcomes = table_of({"a": (50, 51.0), "b": (60, 66.0), "c": (70, None)})
+    text = Report(table, tuple(outcomes), "").picture()
+    shown = [node.text for node in ET.fromstring(text).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"published (%)", "ours (%)", "a", "b"} <= set(shown)
+    assert "c" not in shown, "it has not been run"
+    figure = against([Point("a", 50.0, 51.0, 0.5), Point("b", 60.0, 66.0, None)], " (%)", 3.0, "")
+    assert [tuple(c.lines[0].get_xydata()[0]) for c in figure.axes[0].containers] == [(50, 51), (60, 66)]
+    norms, outcomes = table_of({"a": (0.5, 0.6)}, metric="classifier/norm_mean")
+    assert Report(norms, tuple(outcomes), "").picture() is None, "not an accuracy"
+
+
 # From end to end ------------------------------------------------------------------------------------------------------
 
 TOY = """\
@@ -483,6 +497,7 @@ def test_a_table_from_end_to_end(tmp_path, capsys):
         assert cells[row, "here, PM"]["trials"] == [id]
         assert len((folder / "trials" / id / "metrics.jsonl").read_text().splitlines()) == (5 if id == "0000" else 6)
     assert (folder / "table.md").read_text().count("<br>reduced budget") == 4
+    assert "FedAvg-FT" in (folder / "pictures" / "table.svg").read_text()
 
     # Everything is there: the same command runs nothing and shows the same.
     before = (folder / "table.json").read_bytes()

@@ -137,9 +137,9 @@ def legend(axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return
-    longest = max(map(len, labels))
-    columns = min(len(labels), 1 if longest > 36 else 2 if longest > 20 else 3)
     figure: Any = axes.get_figure()
+    widest = 0.55 + 0.07 * max(map(len, labels))  # inches: the line with its marker, and letters
+    columns = max(1, min(len(labels), 3, int(figure.get_figwidth() / widest)))
     before, extra = figure.get_figheight(), 0.13 + 0.168 * -(-len(labels) // columns)
     after = before + extra
     figure.set_figheight(after)
