@@ -68,8 +68,13 @@ def _by_client(configuration: Configuration, metric: str) -> dict[Any, float]:
 
 def t_test(best: Configuration, other: Configuration, metric: str) -> Paired:
     """Compare the means of the seeds that both have, by a paired t-test."""
+    return paired_t(by_seed(best, other, metric))
+
+
+def by_seed(best: Configuration, other: Configuration, metric: str) -> list[float]:
+    """Return by how much the last value is higher, for each seed and split that both have."""
     a, b = _by_seed(best, metric), _by_seed(other, metric)
-    return paired_t([a[key] - b[key] for key in a if key in b])
+    return [a[key] - b[key] for key in a if key in b]
 
 
 def paired_t(differences: Sequence[float]) -> Paired:

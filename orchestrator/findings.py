@@ -7,9 +7,21 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
-from orchestrator.comparison import Leaderboard, Paired, holm, leaderboards, ranking, signed_rank, t_test, targets
+from orchestrator.comparison import (
+    Leaderboard,
+    Paired,
+    by_seed,
+    holm,
+    leaderboards,
+    ranking,
+    sign,
+    signed_rank,
+    t_test,
+    targets,
+)
 from orchestrator.runs import NothingHere, Run, Source, compared, read_source
 from orchestrator.summary import HEADLINE, Configuration, lower_is_better
 from orchestrator.summary import headline as usual_metrics
@@ -124,6 +136,20 @@ def ranking_rows(report: Report) -> list[dict[str, Any]]:
                 "seconds": f"{sum(t['seconds'] for t in c.trials):.1f}",
             }
         )
+    return rows
+
+
+def claim_rows(report: Report) -> list[tuple[str, ...]]:
+    """Return by how much the reference is better than each that shares splits with it, in how many, and two tests."""
+    reference, metric = report.reference, report.metric
+    rows: list[tuple[str, ...]] = []
+    for other in report.able:
+        if reference is None or other is reference:
+            continue
+        if better := [sign(metric, report.mode) * d for d in by_seed(reference, other, metric)]:
+            ahead = f"{sum(d > 0 for d in better)} of {len(better)}"
+            tests = (p_value(test(reference, other, metric)) for test in (t_test, signed_rank))
+            rows.append((other.name, other.show(metric), f"{mean(better):+.4f}", ahead, *tests))
     return rows
 
 

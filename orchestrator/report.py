@@ -18,6 +18,7 @@ from orchestrator.comparison import BY_SIZE, leaderboards
 from orchestrator.findings import (
     Report,
     board_rows,
+    claim_rows,
     collect,
     conclusion,
     headline,
@@ -167,6 +168,21 @@ def tables(report: Report) -> list[Table]:
     return found
 
 
+def claims(report: Report) -> Table:
+    """Return for a terminal what can be claimed of the reference: paired tests against every other configuration."""
+    rows = claim_rows(report)
+    if report.reference is None or not rows:
+        raise NothingHere("nothing to test: no two configurations have been run with one seed on one split")
+    title = f"{report.reference.name} has {report.metric} {report.reference.show(report.metric)}, and is better than"
+    caption = "each p-value stands for itself: choose what to claim before looking, or correct for how many you look at"
+    table = Table(title=title.replace("[", r"\["), title_justify="left", caption=caption, caption_justify="left")
+    for column in ("name", report.metric, "by", "in pairs", "p, by seed", "p, by client"):
+        table.add_column(column, justify="left" if column == "name" else "right")
+    for row in rows:
+        table.add_row(*(cell.replace("[", r"\[") for cell in row))
+    return table
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(
@@ -181,10 +197,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--target", type=float, action="append", default=[], help="count the rounds to this value; repeatable"
     )
     parser.add_argument("--leaderboard", action="store_true", help="print the ranks under all metrics, write nothing")
+    parser.add_argument("--tests", action="store_true", help="print paired tests of the reference, write nothing")
     options = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 180)
     try:
         report = collect(options.directories, options.metric, options.reference, options.target)
+        if options.tests:
+            console.print(claims(report))
+            return 0
         if options.leaderboard:
             for table in tables(report):
                 console.print(table)

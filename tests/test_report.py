@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from orchestrator import report
-from orchestrator.findings import collect, conclusion, ranking_rows, significance
+from orchestrator.comparison import t_test
+from orchestrator.findings import claim_rows, collect, conclusion, p_value, ranking_rows, significance
 from orchestrator.summary import HEADLINE, configurations
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -121,6 +122,35 @@ def test_the_leaderboard_ranks_under_all_metrics(page, finished_sweep, capsys):
     out = capsys.readouterr().out
     assert all(row["mean rank"] in out and row["name"] in out for row in rows)
     assert "2 rounds, 3 clients a round; seed 0, 1, 2" in out
+
+
+def test_a_claim_is_tested_in_pairs(finished_sweep, capsys):
+    assert report.main([str(finished_sweep), "--tests", "--reference", "local", "--metric", "personal/acc_owned"]) == 0
+    out = capsys.readouterr().out
+    assert "local has personal/acc_owned" in out
+    found = collect([finished_sweep], metric="personal/acc_owned", reference="local")
+    local, others = found.reference, [c for c in found.configurations if c is not found.reference]
+    for (name, value, by, pairs, seed, client), other in zip(claim_rows(found), others, strict=True):
+        gain = [a - b for a, b in zip(local.values(found.metric), other.values(found.metric), strict=True)]
+        assert (name, value) == (other.name, other.show(found.metric))
+        assert float(by) == pytest.approx(sum(gain) / 3, abs=6e-5)
+        assert pairs == f"{sum(g > 0 for g in gain)} of 3"
+        assert seed == p_value(t_test(local, other, found.metric))
+        assert client.endswith("(n = 18)")
+        assert all(cell in out for cell in (value, by, pairs))
+
+
+def test_less_is_better_where_a_metric_says_so(finished_sweep):
+    found = collect([finished_sweep], metric="train/loss", reference="local")
+    local = found.reference
+    for (_, _, by, *_), other in zip(claim_rows(found), [c for c in found.able if c is not local], strict=True):
+        less = sum(other.values("train/loss")) - sum(local.values("train/loss"))
+        assert float(by) == pytest.approx(less / 3, abs=6e-5)
+
+
+def test_a_claim_needs_pairs(finished_sweep, capsys):
+    assert report.main([str(finished_sweep / "trials" / "0000"), "--tests"]) == 2
+    assert "no two configurations have been run with one seed on one split" in capsys.readouterr().err
 
 
 def test_runs_are_compared_but_ranked_together_only_on_the_same_split(finished_sweep, tmp_path):
