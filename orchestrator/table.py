@@ -36,7 +36,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", action="append", default=[], metavar="TEXT", help="run cells with this in row or column; repeatable"
     )
-    parser.add_argument("--show", action="store_true", help="run nothing, show what is there")
+    parser.add_argument("--show", action="store_true", help="run nothing; show and write what is there")
     tune.add_where(parser)
     return parser
 

@@ -21,7 +21,7 @@ from orchestrator.checkpoint import CheckpointError, RunDirectory, set_status, w
 from orchestrator.data import describe
 from orchestrator.driver import Driver, data_key, split_for
 from orchestrator.experiment import Experiment, dump, read, read_back
-from orchestrator.prefixes import Cache, prefixes
+from orchestrator.prefixes import Cache, code, prefixes
 from orchestrator.resources import Share
 from orchestrator.saved import save
 from orchestrator.space import fill
@@ -117,7 +117,8 @@ class Trial(tune.Trainable):  # type: ignore[misc]
         assert self.pool is not None
         save(driver, self.path / "artifacts" / "models")
         facts = {"restarts": self.pool.restarts, "actors": self.pool.places()}
-        set_status(self.path, "FINISHED", fingerprint=driver.fingerprint(), **facts)
+        ran = code(tuple(type(part) for part in driver.parts))
+        set_status(self.path, "FINISHED", fingerprint=driver.fingerprint(), code=ran, **facts)
         self._release()
 
     def _finish_others(self) -> None:

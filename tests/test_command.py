@@ -13,7 +13,9 @@ import yaml
 from conftest import driver, finish
 from mlflow.tracking import MlflowClient
 
+from algorithms.fedavg import FedAvg
 from orchestrator.experiment import Experiment
+from orchestrator.prefixes import code
 
 SWEEP = """\
 search: {metric: generic/acc}
@@ -95,6 +97,8 @@ def test_a_sweep_with_a_trial_that_fails(tmp_path):
     assert good["best"]["generic/acc"] >= good["last"]["generic/acc"] > 0
     assert set(good["best_at"]["personal/acc_dist"]) == {"phase", "round"}
     assert good["fingerprint"] == in_process(folder / "trials" / good["id"])
+    status = json.loads((folder / "trials" / good["id"] / "status.json").read_text())
+    assert status["code"] == code((FedAvg,)), "which source has computed it"
     assert "not finite" in bad["error"]
 
     lines = [json.loads(line) for line in (folder / "trials/0000/metrics.jsonl").read_text().splitlines()]

@@ -260,11 +260,11 @@ def test_every_table_can_be_run_at_a_small_budget(path):
 
 
 def finished(folder, values, status="FINISHED"):
-    """Write the directory of a trial whose generic accuracy was this, round by round."""
+    """Write the directory of a trial whose generic accuracy, or which metrics, were these, round by round."""
     folder.mkdir(parents=True)
     write_json(folder / "trial.json", {"id": folder.name, "name": folder.name, "params": {}})
     lines = [
-        {"round": i, "phase": "fedavg.train", "time": 0.0, "metrics": {"generic/acc": v}}
+        {"round": i, "phase": "fedavg.train", "time": 0.0, "metrics": v if isinstance(v, dict) else {"generic/acc": v}}
         for i, v in enumerate(values, 1)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -402,6 +402,31 @@ def test_the_best_method_is_set_against_each_other_one_in_pairs_of_the_same_seed
     slow = table_of({"slow": (83, 80.0), "fast": (62, 70.0)}, reaches=0.33)
     (fast,) = duels(slow[0], [replace(o, seeds=(0,)) for o in slow[1]])
     assert (fast.best, fast.ahead) == ("fast", (10.0,)), "fewer rounds are better"
+
+
+def test_a_lead_that_is_owed_to_masking_is_told(tmp_path):
+    """One method never answers with classes that its client lacks; among these alone the other is better."""
+    owned = {"best": [(70.0, 70.0), (72.0, 72.0), (74.0, 74.0)], "other": [(60.0, 71.0), (61.0, 73.0), (62.0, 75.0)]}
+    table, _ = table_of({"best": (90, None), "other": (80, None)}, metric="personal/acc_owned")
+    outcomes = []
+    for c in table.cells:
+        lines = [{"personal/acc_owned": a / 100, "personal/acc_owned_masked": b / 100} for a, b in owned[c.row]]
+        paths = {f"{i}": finished(tmp_path / c.row / f"{i}", [line]) for i, line in enumerate(lines)}
+        outcomes.append(outcome(c, printed(), paths, seeds={id: int(id) for id in paths}))
+    report = Report(table, tuple(outcomes), "")
+    (as_printed,), (masked,) = duels(table, outcomes), report.masked_duels
+    assert as_printed.ahead == pytest.approx((10, 11, 12))
+    assert masked.ahead == pytest.approx((-1, -1, -1))
+    assert [d["ahead"] for d in report.record()["masked_duels"]] == [masked.ahead]
+    told = "The same if every model chooses among its client's classes, best over other: -1.00, ahead in 0 of 3"
+    assert any(line.startswith(told) for line in report.tail())
+
+
+def test_what_is_not_measured_with_a_mask_has_no_masked_duels(tmp_path):
+    table, _ = table_of({"a": (90, None), "b": (80, None)}, metric="personal/acc_owned")
+    lines = {"a": {"personal/acc_owned": 0.7}, "b": {"personal/acc_owned": 0.6, "personal/acc_owned_masked": 0.8}}
+    outcomes = [outcome(c, printed(), {"0": finished(tmp_path / c.row, [lines[c.row]])}) for c in table.cells]
+    assert not Report(table, tuple(outcomes), "").masked_duels
 
 
 def test_one_fingerprint_stands_for_all_runs():
