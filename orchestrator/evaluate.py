@@ -30,7 +30,7 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 #: What is counted for each client and class.
-OWNED, MASKED, MATCHED, HELD_OUT = range(4)
+OWNED, MASKED, MATCHED, HELD_OUT, HELD_MASKED = range(5)
 
 SPLITS = "many", "medium", "few", "head", "middle", "tail"
 SPLIT_METRICS = "generic/acc", "personal/acc_dist", "personal/acc_owned"
@@ -51,7 +51,7 @@ def known_metrics(task: str | None = None) -> list[str]:
     if task == "segmentation":
         return list(PIXEL_METRICS)
     plain = ["personal/acc_owned_masked", "personal/acc_worst10", "generic/recall_tail", "train/loss"]
-    held_out = ["validation/acc_dist", "validation/acc_owned"]
+    held_out = ["validation/acc_dist", "validation/acc_owned", "validation/acc_owned_masked"]
     return [*SPLIT_METRICS, *(f"{m}_{s}" for m in SPLIT_METRICS for s in SPLITS), *plain, *held_out]
 
 
@@ -102,7 +102,7 @@ def count(worker: Worker, job: Job, view: tuple[Any, ...], origin: Params, resul
         client = worker.client(id, job.part, job.memory, origin, 0)
         clients.append((client, (worker.counts[id] > 0), worker.tests.position[worker.split.test[id]]))
         models[id] = [None if shared is not None else setting.personal(client, *view) for setting in settings]
-        result.values[id] = torch.zeros(len(settings), 4, classes, dtype=torch.int64)
+        result.values[id] = torch.zeros(len(settings), 5, classes, dtype=torch.int64)
     for c, start, stop in worker.tests.blocks if shared is None else worker.tests.whole:
         holders = [entry for entry in clients if entry[1][c]]
         if not holders:
@@ -117,7 +117,7 @@ def count(worker: Worker, job: Job, view: tuple[Any, ...], origin: Params, resul
                     hits[OWNED, c] += int(hit.sum())
                     hits[MASKED, c] += int((logits.masked_fill(~owned, -math.inf).argmax(1) == c).sum())
                     hits[MATCHED, c] += int(hit[inside].sum())
-    for client, _, _ in clients:
+    for client, owned, _ in clients:
         rows = worker.split.validation[client.id]
         for part in np.split(rows, range(BLOCK, len(rows), BLOCK)) if len(rows) else ():
             y, x = worker.y_train[part].to(worker.device), worker.images(worker.x_train, part)
@@ -125,7 +125,9 @@ def count(worker: Worker, job: Job, view: tuple[Any, ...], origin: Params, resul
                 for own, hits in zip(models[client.id], result.values[client.id], strict=True):
                     model = own or worker.parts[job.part].generic(client, *view[1:])
                     if model is not None:
-                        hits[HELD_OUT] += torch.bincount(y[model(x).argmax(1) == y].cpu(), minlength=classes)
+                        logits = model(x)
+                        for kind, seen in (HELD_OUT, logits), (HELD_MASKED, logits.masked_fill(~owned, -math.inf)):
+                            hits[kind] += torch.bincount(y[seen.argmax(1) == y].cpu(), minlength=classes)
 
 
 def moments(worker: Worker, job: Job, view: tuple[Any, ...], origin: Params, result: Result) -> None:
@@ -277,11 +279,10 @@ class Scores:
             worst = sorted(a for a in accuracies if not math.isnan(a))
             found["personal/acc_worst10"] = mean_of(worst[: math.ceil(len(worst) / 10)])
             if self.held_out.sum():
-                rates = rates_of(self.personal[:, HELD_OUT], self.held_out)
                 found["validation/acc_dist"] = mean_of(
                     rates_of(self.personal[:, HELD_OUT].sum(1), self.held_out.sum(1)).tolist()
                 )
-                found["validation/acc_owned"] = mean_of(
-                    [mean_of(r) or 0.0 for r in rates.tolist() if mean_of(r) is not None]
-                )
+                for kind, name in (HELD_OUT, "acc_owned"), (HELD_MASKED, "acc_owned_masked"):
+                    rates = rates_of(self.personal[:, kind], self.held_out).tolist()
+                    found[f"validation/{name}"] = mean_of([mean_of(r) or 0.0 for r in rates if mean_of(r) is not None])
         return {k: v for k, v in found.items() if v is not None}

@@ -6,7 +6,7 @@ import torch
 from conftest import digits, driver, finish, tiny
 
 from orchestrator.data import Split
-from orchestrator.evaluate import HELD_OUT, MASKED, MATCHED, OWNED, Scores, SortedTest, groups, known_metrics
+from orchestrator.evaluate import HELD_MASKED, HELD_OUT, MASKED, MATCHED, OWNED, Scores, SortedTest, groups, known_metrics
 
 Y_TEST = np.repeat(np.arange(4), 10)
 Y_TRAIN = np.repeat(np.arange(4), [12, 4, 2, 2])
@@ -19,11 +19,12 @@ def scores():
     held_out = (np.array([0, 1]), np.array([8, 12]), np.array([], dtype=np.int64))
     made = Scores(Split(train=train, validation=held_out, test=tests, counts=counts), Y_TRAIN, Y_TEST)
     made.generic = np.array([9, 5, 2, 0])
-    personal = np.zeros((3, 4, 4), dtype=np.int64)
+    personal = np.zeros((3, 5, 4), dtype=np.int64)
     personal[0, OWNED], personal[0, MASKED] = [10, 0, 0, 0], [10, 0, 0, 0]
     personal[0, MATCHED], personal[0, HELD_OUT] = [3, 0, 0, 0], [1, 0, 0, 0]
     personal[1, OWNED], personal[1, MASKED] = [8, 4, 0, 0], [9, 6, 3, 0]
     personal[1, MATCHED], personal[1, HELD_OUT] = [1, 1, 0, 0], [1, 0, 0, 0]
+    personal[0, HELD_MASKED], personal[1, HELD_MASKED] = [2, 0, 0, 0], [1, 1, 0, 0]
     personal[2, OWNED], personal[2, MASKED] = [0, 0, 0, 5], [0, 0, 0, 10]
     made.personal = personal
     return made
@@ -50,6 +51,7 @@ def test_validation_is_scored_on_held_out_training_images():
     found = scores().metrics()
     assert found["validation/acc_dist"] == pytest.approx((1 / 2 + 1 / 2) / 2)
     assert found["validation/acc_owned"] == pytest.approx((1 / 2 + (1.0 + 0.0) / 2) / 2)
+    assert found["validation/acc_owned_masked"] == pytest.approx((1.0 + (1.0 + 1.0) / 2) / 2)
 
 
 def test_groups_by_count_and_by_share():
@@ -108,7 +110,7 @@ def test_a_run_counts_as_a_plain_loop_would():
         )
     )
     found, worker, data = run.history[-1]["metrics"], run.engine.worker, digits()
-    dist, owned_acc, masked_acc, held = [], [], [], []
+    dist, owned_acc, masked_acc, held, held_masked = [], [], [], [], []
     everything = worker.images(worker.x_test, np.arange(len(data.y_test)))
     with torch.no_grad():
         generic = run.engine.worker.head(run.server.model, worker.features(run.server.model, everything)).argmax(1)
@@ -124,12 +126,15 @@ def test_a_run_counts_as_a_plain_loop_would():
             masked_acc.append(np.mean([masked[data.y_test == c].mean() for c in owned]))
             rows = run.split.validation[k]
             if len(rows):
-                x = worker.images(worker.x_train, rows)
-                held.append((worker.head(w, worker.features(w, x)).argmax(1).numpy() == data.y_train[rows]).mean())
+                y, logits = data.y_train[rows], worker.head(w, worker.features(w, worker.images(worker.x_train, rows)))
+                held.append((logits.argmax(1).numpy() == y).mean())
+                masked = np.array(owned)[logits[:, owned].argmax(1).numpy()] == y
+                held_masked.append(np.mean([masked[y == c].mean() for c in np.unique(y)]))
     assert found["personal/acc_dist"] == pytest.approx(np.mean(dist))
     assert found["personal/acc_owned"] == pytest.approx(np.mean(owned_acc))
     assert found["personal/acc_owned_masked"] == pytest.approx(np.mean(masked_acc))
     assert found["validation/acc_dist"] == pytest.approx(np.mean(held))
+    assert found["validation/acc_owned_masked"] == pytest.approx(np.mean(held_masked))
 
 
 def test_a_shared_model_is_scored_alike_by_both_ways():
