@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import json
 import sys
 import typing
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,12 @@ import algorithms
 from algorithms.aggregations import AGGREGATIONS
 from algorithms.base import Algorithm, Card
 from algorithms.losses import LOSSES
-from algorithms.priors import PRIORS
+from algorithms.priors import ESTIMATED, PRIORS
+from orchestrator.checkpoint import status_of
 
 KINDS = "optimisation", "personalized", "class imbalance", "classifier", "preparation"
-
+RESULTS = Path(__file__).parents[1] / "results"  #: kept with the code; an installed package has none
+TESTED = "digits"  #: what every method is tested on
 
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
@@ -90,9 +94,21 @@ def seen(card: Card) -> str:
     return f"each client's {card.singles}" if card.singles else "sums only" if card.sums else ""
 
 
+def run_on(results: Path) -> dict[str, list[str]]:
+    """Return the data sets on which each method has been run to the end, as kept results tell."""
+    found = defaultdict[str, set[str]](set)
+    for path in results.glob("*/trials/*/trial.json"):
+        if status_of(path.parent)["status"] == "FINISHED":
+            experiment = json.loads(path.read_text(encoding="utf-8"))["experiment"]
+            names = [name for entry in experiment["algorithm"] for name in entry]
+            for name in filter(None, (*names, ESTIMATED.get(experiment["local"]["prior"]))):
+                found[name].add(experiment["data"]["name"])
+    return {name: sorted(data) for name, data in found.items()}
+
+
 def text() -> str:
     """Return the catalogue for a terminal."""
-    lines = []
+    lines, kept = [], run_on(RESULTS)
     for name, kind in entries():
         card = kind.card
         facts: dict[str, str | None] = {
@@ -102,6 +118,8 @@ def text() -> str:
             "needs": card.needs,
         }
         facts |= {"runs after": kind.after, "no segmentation:": kind.per_image}
+        if kept:
+            facts["run here on" if name in kept else "tested on"] = ", ".join(kept.get(name, [TESTED]))
         told = "; ".join([card.kind, *(f"{what} {fact}" for what, fact in facts.items() if fact)])
         lines += [name, f"  {about(kind)}", f"  {told}", *_shown(kind), ""]
     for name, loss in LOSSES.items():
@@ -119,14 +137,16 @@ def _shown(kind: type[Any]) -> list[str]:
 
 def markdown() -> str:
     """Return the catalogue as the README's table."""
-    rows = [
-        "| name | method | kind | uploads | server sees | keeps | needs besides | segmentation | hyperparameters |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    kept = run_on(RESULTS)
+    heads = ["name", "method", "kind", "uploads", "server sees", "keeps", "needs besides", "segmentation"]
+    heads += ["kept results", "hyperparameters"]
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, kind in entries():
         card, values = kind.card, ", ".join(f"`{k.name}` {k.default}" for k in knobs(kind))
-        pixels = "" if kind.per_image else "yes"
-        cells = f"`{name}`", about(kind), card.kind, card.uploads, seen(card), card.keeps, card.needs, pixels, values
+        pixels = f"no: {kind.per_image}" if kind.per_image else "yes"
+        runs = ", ".join(f"`{data}`" for data in kept.get(name, ())) or f"none; tested on `{TESTED}`"
+        facts = card.kind, card.uploads, seen(card), card.keeps, card.needs, pixels, runs
+        cells = f"`{name}`", about(kind), *facts, values
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     losses = ", ".join(f"`{name}`" + " (prior)" * loss.uses_prior for name, loss in LOSSES.items())
     rules = f"Aggregations: {', '.join(f'`{name}`' for name in AGGREGATIONS)}."

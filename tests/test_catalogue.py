@@ -1,10 +1,13 @@
 """The catalogue says what there is, and the README says the same."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import algorithms
 from orchestrator import catalogue
+from orchestrator.checkpoint import set_status
+from orchestrator.data import DATASETS
 from orchestrator.tune import main
 
 README = Path(__file__).parents[1] / "README.md"
@@ -36,3 +39,63 @@ def test_ranges_read_like_the_bounds():
     assert found["norm_power"].range == "1 | 2"
     assert (found["mask_unowned"].default, found["mask_unowned"].range) == ("true", "true | false")
     assert {k.name: k.range for k in catalogue.knobs(algorithms.find("fedloge"))}["finetune_lr"] == "number > 0 or null"
+
+
+def columns(*names):
+    """Return these cells of the README's table, by method."""
+    head, _, *rows = (line.strip("| ").split(" | ") for line in catalogue.markdown().split("\n\n")[0].splitlines())
+    return {row[0].strip("`"): [row[head.index(name)].strip() for name in names] for row in rows}
+
+
+def test_a_method_without_segmentation_says_why(capsys):
+    assert main(["--list"]) == 0
+    text = capsys.readouterr().out
+    for name, (pixels,) in columns("segmentation").items():
+        reason = algorithms.find(name).per_image
+        assert pixels == (f"no: {reason}" if reason else "yes")
+        assert reason in text
+
+
+def keep(folder, chain, data, status="FINISHED", prior="none"):
+    """Write down a trial as a sweep does."""
+    folder.mkdir(parents=True)
+    experiment = {"algorithm": [{name: {}} for name in chain], "data": {"name": data}, "local": {"prior": prior}}
+    (folder / "trial.json").write_text(json.dumps({"experiment": experiment}))
+    set_status(folder, status)
+
+
+def test_what_a_method_was_run_on_is_told_by_kept_results(tmp_path, monkeypatch, capsys):
+    trials = tmp_path / "sweep" / "trials"
+    keep(trials / "0000", ["fedavg", "ecl"], "fashion_mnist", prior="gpi")
+    keep(trials / "0001", ["fedavg"], "cifar10")
+    keep(trials / "0002", ["scaffold"], "cifar10", status="FAILED")
+    fashion = ["fashion_mnist"]
+    assert catalogue.run_on(tmp_path) == {"fedavg": ["cifar10", *fashion], "ecl": fashion, "gpi": fashion}
+    monkeypatch.setattr(catalogue, "RESULTS", tmp_path)
+    found = columns("kept results")
+    assert found.keys() == set(algorithms.names())
+    assert found["fedavg"] == ["`cifar10`, `fashion_mnist`"]
+    assert found["ecl"] == found["gpi"] == ["`fashion_mnist`"]
+    assert found["scaffold"] == found["ldae"] == ["none; tested on `digits`"]
+    assert main(["--list"]) == 0
+    told = {
+        lines[0]: lines[2] for lines in map(str.splitlines, capsys.readouterr().out.split("\n\n")) if len(lines) > 2
+    }
+    assert told["fedavg"].endswith("; run here on cifar10, fashion_mnist")
+    assert told["scaffold"].endswith("; tested on digits")
+
+
+def test_without_results_as_when_installed_the_catalogue_says_nothing_of_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(catalogue, "RESULTS", tmp_path / "results")
+    assert main(["--list"]) == 0
+    text = capsys.readouterr().out
+    assert "\nfedavg\n" in text
+    assert "run here on" not in text
+    assert "tested on" not in text
+
+
+def test_results_of_today_are_all_of_known_methods_and_data():
+    found = catalogue.run_on(catalogue.RESULTS)
+    assert {"fedavg", "ecl", "mupfl"} <= found.keys() <= set(algorithms.names())
+    assert "fashion_mnist" in found["ecl"]
+    assert {data for each in found.values() for data in each} <= set(DATASETS)

@@ -6,7 +6,17 @@ import torch
 from conftest import digits, driver, finish, tiny
 
 from orchestrator.data import Split
-from orchestrator.evaluate import HELD_MASKED, HELD_OUT, MASKED, MATCHED, OWNED, Scores, SortedTest, groups, known_metrics
+from orchestrator.evaluate import (
+    HELD_MASKED,
+    HELD_OUT,
+    MASKED,
+    MATCHED,
+    OWNED,
+    Scores,
+    SortedTest,
+    groups,
+    known_metrics,
+)
 
 Y_TEST = np.repeat(np.arange(4), 10)
 Y_TRAIN = np.repeat(np.arange(4), [12, 4, 2, 2])
