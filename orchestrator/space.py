@@ -6,7 +6,7 @@ import itertools
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -212,7 +212,19 @@ def trials(sweep: Sweep, seed: int = 0) -> list[Trial]:
             name = _short(trial.name + apart[i])
             numbered = replace(trial, id=f"{len(found):04d}", params=params, name=name)
             found.setdefault(trial.experiment.model_dump_json(), numbered)
-    return list(found.values())
+    alike: dict[str, list[Trial]] = {}
+    for trial in found.values():
+        alike.setdefault(trial.name, []).append(trial)
+    names = {trial.id: name for group in alike.values() for trial, name in _named_apart(group)}
+    return [replace(trial, name=names[trial.id]) for trial in found.values()]
+
+
+def _named_apart(alike: Sequence[Trial]) -> Iterator[tuple[Trial, str]]:
+    """Name trials that would go by one name by what differs in their experiments too."""
+    settings = [dict(_plain_leaves(t.experiment.model_dump(), ())) for t in alike] if len(alike) > 1 else [{}]
+    for trial, own in zip(alike, settings, strict=True):
+        apart = (path for path, value in own.items() if any(s.get(path) != value for s in settings))
+        yield trial, _short(trial.name + "".join(f" {path[-1]}={_compact(own[path])}" for path in apart))
 
 
 def _told_apart(sweep: Sweep) -> list[str]:

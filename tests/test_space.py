@@ -232,7 +232,7 @@ def test_whole_parts_may_be_open():
         ("ce", None), ("ce", 4), ("balanced_softmax", None), ("balanced_softmax", 4)
     ]  # fmt: skip
     found = expand("algorithm: [!grid [fedavg, fedprox, {fedprox: {mu: 1}}], finetune]")
-    assert [t.name for t in found] == ["fedavg+finetune", "fedprox+finetune", "fedprox+finetune"]
+    assert [t.name for t in found] == ["fedavg+finetune", "fedprox+finetune mu=0.01", "fedprox+finetune mu=1"]
     assert found[2].params == {"algorithm.0": {"fedprox": {"mu": 1}}}
     found = expand("algorithm: [{fedprox: !choice [{mu: 1}]}]")
     assert found[0].experiment.algorithm == (("fedprox", {"mu": 1.0}),)
@@ -387,3 +387,11 @@ def test_mistakes_in_cases_are_told_at_their_place(cases, message):
     with pytest.raises(InputError) as caught:
         read(text=f"experiment: {{rounds: 3}}\n{cases}\n")
     assert str(caught.value) == message
+
+
+def test_no_two_trials_go_by_one_name():
+    """Where the leaves that are open do not tell trials apart, what differs in their experiments does."""
+    chains = "[[gpi, ldae: {num_experts: 2}], [gpi: {floor: 100}, ldae: {num_experts: 2}]]"
+    text = "experiment: {seed: !grid [0, 1], local: {loss: balanced_softmax, prior: gpi}}\ncases:\n"
+    found = trials(read(text=f"{text}- algorithm: [ldae: {{num_experts: 2}}]\n- algorithm: !grid {chains}\n"))
+    assert [t.name for t in found] == [f"gpi+ldae seed={seed} floor={f}" for f in (5, 100) for seed in (0, 1)]
