@@ -168,6 +168,7 @@ class ActivationMaps:
         K = math.ceil(self.share * M.shape[1])
         mu = M_norm.topk(K, dim=1).values[:, -1:] if self.mode == "topk" else M_norm.mean(1, keepdim=True)
         if self.mode == "value":
+            # Where a ReLU is 0, a Hardswish is between -3/8 and 0: below every mu, and so it is off there as well.
             return h * (h >= mu.view(-1, *[1] * (h.dim() - 2)))
         return h * (M_norm >= mu).view(h_mean.shape)
 

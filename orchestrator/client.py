@@ -93,8 +93,10 @@ class Client:
     def y(self) -> Tensor:
         """Their labels; where every pixel has one, as this client knows them, in bytes [n, H, W]."""
         y = self.worker.y_train[self.rows]
-        known = y if y.dim() == 1 else torch.from_numpy(self.worker.split.relabelling(self.id))[y.int()]
-        return known.to(self.worker.device)
+        if y.dim() > 1:
+            table = torch.from_numpy(self.worker.split.relabelling(self.id))
+            y = torch.cat([table[part.int()] for part in y.split(self.worker.block)])  # an index takes 4 bytes a pixel
+        return y.to(self.worker.device)
 
     @cached_property
     def labels(self) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from algorithms.base import Algorithm, Predictor
+from orchestrator.augment import centre
 from orchestrator.checkpoint import CheckpointError, pack, unpack, write
 from orchestrator.data import Dataset, Split
 from orchestrator.driver import Driver
@@ -47,15 +48,16 @@ class Saved:
         return getattr(algorithm, self.parts["kind"])(client, *view)  # type: ignore[no-any-return]
 
     def predict(self, images: Any, params: Any = None) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Return the logits [N, classes] of images, bytes [N, C, H, W]; of pixels [N, classes, H, W]."""
-        x, shape = torch.as_tensor(np.asarray(images)), tuple(self.parts["data"]["shape"])
-        if x.dtype != torch.uint8 or x.shape[1:] != shape:
-            wanted = ", ".join(map(str, ("N", *shape)))
+        """Return the logits [N, classes] of images, bytes [N, C, H, W], cut or not; of pixels [N, classes, H, W]."""
+        x, data = torch.as_tensor(np.asarray(images)), self.parts["data"]
+        shape, stored = tuple(data["shape"]), tuple(data.get("stored", data["shape"]))
+        if x.dtype != torch.uint8 or x.shape[1:] not in (shape, stored):
+            wanted = ", ".join(map(str, ("N", *stored)))
             raise ValueError(f"images must be bytes of shape [{wanted}], not {x.dtype} {list(x.shape)}")
         model = self.predictor()
         assert model is not None
         logits = [torch.zeros(0, self.parts["counts"].shape[1], *self.pixels)]
-        for block in x.split(self._worker.block) if len(x) else ():
+        for block in centre(x, self._worker.size).split(self._worker.block) if len(x) else ():
             with self._worker.predicting():
                 logits.append(model(self._worker.images(block, range(len(block)))))
         found: np.ndarray[Any, np.dtype[np.float32]] = torch.cat(logits).numpy()
@@ -83,6 +85,7 @@ def save(driver: Driver, folder: Path) -> None:
         "data": {
             "name": dataset.name,
             "shape": list(dataset.shape),
+            "stored": list(dataset.x_test.shape[1:]),
             "mean": list(dataset.mean),
             "std": list(dataset.std),
         },

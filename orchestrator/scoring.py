@@ -156,8 +156,8 @@ def examples_of(driver: Driver) -> dict[str, Any]:
     rows = np.linspace(0, len(dataset.y_test) - 1, SHOWN_IMAGES + 2)[1:-1].astype(np.int64)
     clients = sorted({chosen[len(chosen) * i // SHOWN_CLIENTS] for i in range(SHOWN_CLIENTS)})
     truth = dataset.y_test[rows]
-    shown = {"images": dataset.x_test[rows], "truth": truth, "names": np.array(dataset.names), "clients": clients}
     try:
+        shown = {"images": dataset.x_test[rows], "truth": truth, "names": np.array(dataset.names), "clients": clients}
         view = driver.engine.put(place(algorithm.view(driver.server), CPU))
         for method, ids in (("generic", chosen[:1]), ("personal", clients)):
             memory, each = driver.remembered(ids), dict.fromkeys(ids, rows)

@@ -7,6 +7,7 @@ client and divides. What crosses the wire are integers, so the result does not d
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -130,13 +131,19 @@ class Scores:
         personal: IntArray | None = None,
     ) -> None:
         """Take counts of the generic model [truth, prediction] and of clients [client, which images, the same]."""
-        self.split, self.images = split, len(y_test)
+        self.split, self.y_test = split, y_test
         self.clients = np.flatnonzero(split.counts.sum(1) > 0)
-        self.test = np.bincount(y_test.ravel(), minlength=VOID + 1)[: split.counts.shape[1] - 1]
         self.generic = None if generic is None else Confusion(generic)
         self.own: list[list[Confusion]] = []
         for k, of in zip(self.clients, [] if personal is None else personal, strict=False):
             self.own.append([Confusion(self._relabelled(int(k), counts)) for counts in of])
+
+    @cached_property
+    def test(self) -> IntArray:
+        """How many test pixels each true class has."""
+        # Image by image and only where tables are made: to be counted, a byte is copied into eight.
+        counts = sum((np.bincount(y.ravel(), minlength=VOID + 1) for y in self.y_test), np.zeros(VOID + 1, np.int64))
+        return counts[: self.split.counts.shape[1] - 1]
 
     def _relabelled(self, client: int, counts: IntArray) -> IntArray:
         """Return a square matrix whose truth is as the client knows it."""
@@ -185,7 +192,7 @@ class Scores:
                 "client": int(k),
                 "train": len(self.split.train[k]),
                 "classes": self.split.foreground.shape[1],
-                "test": self.images,
+                "test": len(self.y_test),
                 **{name: _number(value) for name, value in own[TEST].metrics().items()},
             }
             for k, own in zip(self.clients, self.own, strict=False)

@@ -1,9 +1,11 @@
 """CLIMB: the multipliers by hand, and the weights they give to clients."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import driver, finish, tiny
+from conftest import VOID, driver, finish, pixels, scenes, tiny
 
 from orchestrator.client import CALL, stream
 
@@ -49,6 +51,31 @@ def test_a_dual_step_by_hand_and_the_weights_of_the_next_round():
     expected = sum(n[k] * omega[k] / total * trained(run, k, 1).flat.double() for k in ids)
     run.advance()
     torch.testing.assert_close(run.server.model.flat.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_loss_of_images_is_that_of_all_at_once_bit_for_bit():
+    run = climb()
+    for id in run.selectable:
+        client, w = run.engine.worker.client(id, 0, {}, run.origin, 0), run.server.model
+        assert run.parts[0].risk(client, w) == float(client.loss(client.classify(w, client.embed(w)), client.y))
+
+
+@pytest.mark.parametrize("images", [0.5, 1, 5, 100])
+def test_the_loss_of_pixels_is_summed_over_blocks_of_images(images, monkeypatch):
+    data = scenes()
+    y = data.y_train.copy()
+    y[:5], y[5:9, :6] = VOID, VOID  # images of which nothing or little is known weigh as much as is known
+    part = {"name": "scenes.npz", "clients": 1, "partition": "foreground"}
+    run = driver(pixels(algorithm="climb", data=part, clients_per_round=1), dataset=replace(data, y_train=y))
+    client, w = run.engine.worker.client(0, 0, {}, run.origin, 0), run.server.model
+    whole = float(client.loss(client.classify(w, client.embed(w)), client.y))
+    sizes = []
+    classify = client.classify
+    monkeypatch.setattr("algorithms.climb.LABELS", int(images * 12 * 16))
+    monkeypatch.setattr(client, "classify", lambda w, h: sizes.append(len(h)) or classify(w, h))
+    assert run.parts[0].risk(client, w) == pytest.approx(whole, rel=1e-6)
+    assert sum(sizes) == 22
+    assert max(sizes) == min(22, max(1, images))
 
 
 def test_multipliers_move_every_few_rounds_and_the_loss_of_everybody_is_asked_then():

@@ -175,7 +175,25 @@ def test_activations_are_maps(name):
     for h in found:
         assert h.dim() == 4
         assert h.shape[2] * h.shape[3] > 1
-        assert name.startswith("mobilenet") or h.min() >= 0
+
+
+@pytest.mark.parametrize("name", [*MODELS, *EXPERTS])
+def test_what_is_tapped_has_gone_through_an_activation(name):
+    shape = CASES[name][0] if name in CASES else (3, 45, 70)
+    network = case(name) if name in CASES else build(name, shape, 5)
+    found = maps(network, torch.randn(2, *shape, generator=torch.Generator().manual_seed(1)))
+    for layer, h in zip(network.activations, found, strict=True):
+        least = -0.3751 if isinstance(network.get_submodule(layer), nn.Hardswish) else 0  # which is -3/8 at -3/2
+        assert h.min() >= least, layer
+
+
+@pytest.mark.parametrize(("name", "side"), [("mobilenet_v3_small", 64), ("lraspp_mobilenet_v3_small", 64)])
+def test_each_block_of_a_mobilenet_is_tapped_after_its_depthwise_convolution(name, side):
+    network = build(name, (3, side, side), 5)
+    layers = [network.get_submodule(layer) for layer in network.activations]
+    assert [type(layer) for layer in layers] == [nn.ReLU] * 3 + [nn.Hardswish] * 8
+    depthwise = [m for m in network.modules() if isinstance(m, nn.Conv2d) and m.groups > 1]
+    assert [h.shape[1] for h in maps(network, torch.zeros(2, 3, side, side))] == [m.out_channels for m in depthwise]
 
 
 def test_maps_of_one_pixel_are_no_activations():

@@ -7,9 +7,12 @@ import mlflow
 import numpy as np
 import pytest
 from conftest import digits, driver, finish, tiny
+from PIL import Image
 from test_every_algorithm import NAMES, experiment
 
 from orchestrator.checkpoint import CheckpointError
+from orchestrator.data import Dataset, ImageFiles
+from orchestrator.data.files import listed
 from orchestrator.saved import load, save
 
 
@@ -48,6 +51,27 @@ def test_mlflow_loads_what_was_saved(tmp_path, monkeypatch):
         theirs = mlflow.pyfunc.load_model(str(folder)).predict(digits().x_test[:20])
         assert np.array_equal(theirs, load(folder).predict(digits().x_test[:20]))
         assert theirs.shape == (20, 10)
+
+
+def test_images_in_files_are_predicted_as_stored_or_as_cut(tmp_path, monkeypatch):
+    monkeypatch.setenv("ORCHESTRATOR_CACHE", str(tmp_path / "cache"))
+    draw, labels = np.random.default_rng(0), np.arange(60) % 3
+    names = [f"{i}.png" for i in range(60)]
+    for name, label in zip(names, labels, strict=True):
+        shown = draw.integers(0, 200, (12, 12, 3)) + np.array([0, 20, 50])[label]
+        Image.fromarray(shown.astype(np.uint8)).save(tmp_path / name)
+    listing = listed(tmp_path, names, (12, 12))
+    train, test = ImageFiles(listing, range(40)), ImageFiles(listing, range(40, 60))
+    moments = (0.4,) * 3, (0.3,) * 3
+    data = Dataset("pictures", train, labels[:40], test, labels[40:], 3, *moments, crop=8)
+    run = finish(driver(tiny(data={"name": "pictures", "clients": 2}, clients_per_round=2), dataset=data))
+    save(run, tmp_path / "models")
+    model, images = load(tmp_path / "models/generic"), data.x_test[np.arange(20)]
+    assert images.shape == (20, 3, 12, 12)
+    assert accuracy(model, images, data.y_test) == pytest.approx(run.history[-1]["metrics"]["generic/acc"])
+    assert np.array_equal(model.predict(images), model.predict(images[:, :, 2:10, 2:10]))
+    with pytest.raises(ValueError, match=r"bytes of shape \[N, 3, 12, 12\], not torch.uint8 \[20, 3, 10, 12\]"):
+        model.predict(images[:, :, 1:11])
 
 
 def test_what_is_no_model_is_refused(tmp_path):

@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -17,14 +18,17 @@ from mlflow.tracking import MlflowClient
 from PIL import Image
 from pydantic import ValidationError
 from test_every_algorithm import QUICK, assert_finite
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import algorithms
 from algorithms import federated_features as ff
+from algorithms.params import Params
 from orchestrator import models, segmentation
 from orchestrator.actors import Pool
 from orchestrator.augment import flip
 from orchestrator.data import DataError, ImageFiles, Split, describe, load, split
 from orchestrator.data.maps import CAMVID, CITYSCAPES, SIZE
+from orchestrator.data.sources import SOURCES
 from orchestrator.driver import Driver, InProcess, split_for
 from orchestrator.evaluate import known_metrics
 from orchestrator.experiment import Experiment, InputError, dump_sweep, filled_in, problems, read
@@ -34,6 +38,7 @@ from orchestrator.preflight import check_metric
 from orchestrator.runs import read_run
 from orchestrator.saved import load as load_model
 from orchestrator.saved import save
+from orchestrator.scoring import examples_of
 from orchestrator.space import trials
 from orchestrator.worker import Worker
 
@@ -121,7 +126,13 @@ def city(root, kind, name, ids, labels=True):
         Image.fromarray(image).save(path)
 
 
-def test_cityscapes_is_read_in_its_published_layout(tmp_path):
+@pytest.fixture
+def few(monkeypatch):
+    """Let a few images pass for Cityscapes."""
+    monkeypatch.setitem(SOURCES, "cityscapes", replace(SOURCES["cityscapes"], sizes=None))
+
+
+def test_cityscapes_is_read_in_its_published_layout(tmp_path, few):
     ids = np.repeat(np.repeat(np.array([[0, 7, 8, 33], [11, 23, 30, 26]]), 16, 0), 16, 1)
     for kind, name in (
         ("train", "aachen_000000_000019"),
@@ -138,7 +149,7 @@ def test_cityscapes_is_read_in_its_published_layout(tmp_path):
     assert data.x_test[[0]][0, :, SIZE[0] // 4, 3 * SIZE[1] // 8].tolist() == [49, 49, 49]
 
 
-def test_images_of_cityscapes_stay_in_their_files_and_are_decoded_once(tmp_path, monkeypatch):
+def test_images_of_cityscapes_stay_in_their_files_and_are_decoded_once(tmp_path, monkeypatch, few):
     monkeypatch.setenv("ORCHESTRATOR_CACHE", str(tmp_path / "cache"))
     ids = np.repeat(np.repeat(np.array([[7, 8, 33, 26]]), 32, 0), 16, 1)
     for kind in ("train", "val"):
@@ -164,7 +175,7 @@ def test_a_map_of_labels_that_is_a_picture_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "mupfl"])
-def test_clients_learn_from_images_of_pixels_in_files(tmp_path, monkeypatch, algorithm):
+def test_clients_learn_from_images_of_pixels_in_files(tmp_path, monkeypatch, few, algorithm):
     monkeypatch.setenv("ORCHESTRATOR_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("orchestrator.data.maps.SIZE", (16, 32))
     draw = np.random.default_rng(0)
@@ -391,6 +402,51 @@ def test_bavd_sees_the_maps_of_every_block():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("model", [{"name": "cnn_pixels", "width": 4}, "lraspp_mobilenet_v3_small"])
+def test_bavd_drops_what_is_low_and_nothing_high(model):
+    """The mean of a map in [0, 1] is at most 1, so that no activation above is lost, nor one far below zero."""
+    client, w = somebody(scenes(40, 56), model=model)
+    bavd, layers = ff.ActivationMaps({}, "text", "chw", "value", 0.5), []
+
+    def tap(layer, h):
+        kept = bavd.drop(layer, h)
+        lost = h[kept != h]
+        assert (lost > 0).any(), layer
+        assert lost.abs().max() <= 1, layer
+        assert torch.equal(kept[h >= 1], h[h >= 1])
+        layers.append(layer)
+        return kept
+
+    client.logits(Params(w.layout, w.flat.requires_grad_(), w.buffers), client.x[:4], tap=tap)
+    assert len(layers) == (3 if isinstance(model, dict) else 11)
+
+
+def largest(make):
+    """Return the bytes of the largest tensor that is made on the way."""
+
+    class Watch(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            self.most = max(self.most, made.nbytes if isinstance(made, torch.Tensor) else 0)
+            return made
+
+    with Watch() as watch:
+        make()
+    return watch.most
+
+
+def test_labels_are_relabelled_in_blocks():
+    data = {"name": "scenes.npz", "clients": 1, "partition": "foreground"}
+    client, _ = somebody(data=data, clients_per_round=1)
+    client.worker.block = 4
+    assert largest(lambda: client.y) == client.n * 12 * 16  # a byte a pixel
+    known = client.worker.split.relabelling(0)[client.worker.y_train[client.rows].numpy()]
+    assert np.array_equal(client.y.numpy(), known)
+    assert client.y.dtype == torch.uint8
+
+
 # Metrics -------------------------------------------------------------------------------------------------------------
 
 
@@ -437,6 +493,19 @@ def test_scores_relabel_the_truth_for_each_client():
     assert rows[4]["generic_iou"] is None
     assert [row["test"] for row in rows[:4]] == [int((data.y_test == c).sum()) for c in range(4)]
     assert [row["train"] for row in scores.per_client()] == [11, 11]
+
+
+def test_test_pixels_are_counted_in_little_memory():
+    parts = divided(clients=2)
+    y = np.random.default_rng(0).choice(np.array([0, 1, 3, VOID], np.uint8), (64, 128, 128))
+    tracemalloc.start()
+    scores = segmentation.Scores(parts, y, np.ones((4, 4), np.int64))
+    rows = scores.per_class()
+    scores.metrics()
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [row["test"] for row in rows] == [*((y == c).sum() for c in range(4)), None]
+    assert most < y.nbytes
 
 
 def test_scores_are_those_of_a_plain_loop():
@@ -629,6 +698,19 @@ def test_saved_models_predict_pixels_as_reported(tmp_path):
     row = next(csv.DictReader(table.open()))
     assert (mine == truth)[truth != VOID].mean() == pytest.approx(float(row["acc"]))
     assert load_model(tmp_path / "models" / "generic").predict(data.x_test[:0]).shape == (0, 5, 12, 16)
+
+
+def test_images_that_cannot_be_read_are_not_shown_and_end_no_run(tmp_path, monkeypatch, few):
+    monkeypatch.setenv("ORCHESTRATOR_CACHE_GB", "0")
+    monkeypatch.setattr("orchestrator.data.maps.SIZE", (16, 32))
+    for i, kind in enumerate(["train"] * 4 + ["val"] * 2):
+        city(tmp_path, kind, f"ulm_{i:06}_000019", np.repeat(np.repeat(np.array([[7, 8], [8, 26]]), 16, 0), 32, 1))
+    part = {"name": "scenes.npz", "clients": 2, "partition": "foreground", "imbalance": 1}
+    run = finish(driver(pixels(data=part, clients_per_round=2), dataset=load("cityscapes", tmp_path)))
+    assert set(examples_of(run)) >= {"images", "truth", "generic", "known"}
+    for path in (tmp_path / "leftImg8bit" / "val").glob("*/*.png"):
+        path.write_bytes(b"no picture")
+    assert examples_of(run) == {}
 
 
 def test_pictures_show_what_a_run_has(tmp_path):

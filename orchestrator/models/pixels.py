@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from orchestrator.models.network import Network, Shape
 from orchestrator.models.vision import torchvision
-from orchestrator.models.zoo import take_channels
+from orchestrator.models.zoo import inside_blocks, take_channels
 
 INNER = 128  #: channels that LR-ASPP makes of the highest map
 
@@ -89,12 +89,11 @@ def lraspp_mobilenet_v3_small(shape: Shape, classes: int) -> Network:
     body = nn.Sequential(
         OrderedDict[str, nn.Module](stem=layers[0], stage1=layers[1], stage2=layers[2], top=LRASPP(layers[3:], high))
     )
-    blocks = list(layers[1:-1])
     return Network(
         body,
         PixelClassifier(low + INNER, classes, shape[1:]),
         dim=low + INNER,
         last_stage="body.top.",
         last_block="body.top.",  # no shorter prefix names the last block and what follows it
-        activations=tuple(name for name, module in body.named_modules(prefix="body") if module in blocks),
+        activations=inside_blocks(body),
     )

@@ -37,14 +37,23 @@ def mobilenet_v3_small(shape: Shape, classes: int) -> Network:
             stage4=nn.Sequential(*blocks[8:10], top),
         )
     )
-    # A block of this network ends without a ReLU; its output is still the map that says where the block looked.
     return Network(
         body,
         head,
         dim=head.in_features,
         last_stage="body.stage4.",
         last_block="body.stage4.2.",
-        activations=tuple(name for name, module in body.named_modules(prefix="body") if module in blocks),
+        activations=inside_blocks(body),
+    )
+
+
+def inside_blocks(body: nn.Module) -> tuple[str, ...]:
+    """Name the activation after each depthwise convolution of a MobileNet."""
+    # The output of a block is none: it ends without an activation, so that half of it is below zero.
+    return tuple(
+        f"{name}.2"  # what follows the convolution and its batch norm
+        for name, module in body.named_modules(prefix="body")
+        if isinstance(module, nn.Sequential) and isinstance(module[0], nn.Conv2d) and module[0].groups > 1
     )
 
 
