@@ -64,6 +64,8 @@ def test_gpi_beside_the_labels(tmp_path):
     assert torch.allclose(labels, counts.sort(descending=True).values / counts.sum())
     assert torch.allclose(estimate, run.proxy.double()[counts.argsort(descending=True, stable=True)])
     assert f"{float(F.cosine_similarity(labels, estimate, dim=0)):.3f}" in found["gpi"].title
+    off = max(max(a / b, b / a) for a, b in zip(labels.tolist(), estimate.tolist(), strict=True) if a)
+    assert f"at worst {off:.1f} times off" in found["gpi"].title
     assert len(found["lpi"].at) == 6
 
 

@@ -18,9 +18,12 @@ def portraits(algorithm: GPI, sitting: Sitting) -> dict[str, Picture]:
     proxies = sorted(sitting.server.proxies.items())
     omega = torch.stack([proxy for _, proxy in proxies]).double().clamp_min(0)
     likeness = F.cosine_similarity(omega, sitting.counts[[k for k, _ in proxies]].double())
+    cosine, known = F.cosine_similarity(share, estimate, dim=0), share > 0
+    # The cosine is of the large classes alone, while a loss takes the logarithm, of which the small ones have most.
+    worst = (estimate[known] / share[known]).log().abs().max().exp()
     return {
         "gpi": Lines(
-            title=f"Class prior from updates: cosine {F.cosine_similarity(share, estimate, dim=0):.3f} with the labels",
+            title=f"Class prior from updates: cosine {cosine:.3f} with the labels, at worst {worst:.1f} times off",
             x="class, by its number of samples",
             y="share of the training samples",
             at=list(sitting.classes),
