@@ -106,7 +106,7 @@ class Data(Part):
     name: str = "digits"
     root: str | None = None
     clients: Count = 20
-    partition: Literal["per_class", "per_class_capped", "grouped_equal", "foreground"] = Field(
+    partition: Literal["per_class", "per_class_capped", "grouped_equal", "by_user", "foreground"] = Field(
         default=None, validate_default=True
     )
     classes_per_client: Count = 1
@@ -120,6 +120,25 @@ class Data(Part):
     def _divided(cls, partition: Any, info: ValidationInfo) -> Any:
         usual = "foreground" if task_of(info.data.get("name")) == "segmentation" else "per_class"
         return usual if partition is None else partition
+
+    @field_validator("partition")
+    @classmethod
+    def _of_users(cls, partition: str, info: ValidationInfo) -> str:
+        from orchestrator.data.sources import WITH_USERS
+
+        if partition == "by_user" and (name := info.data.get("name")) not in WITH_USERS:
+            able = ", ".join(WITH_USERS)
+            raise ValueError(
+                f"'by_user' keeps each user's images together, but '{name}' names no users; it can: {able}"
+            )
+        return partition
+
+    @field_validator("alpha")
+    @classmethod
+    def _drawn(cls, alpha: float, info: ValidationInfo) -> float:
+        if alpha != cls.model_fields["alpha"].default and info.data.get("partition") == "by_user":
+            raise ValueError("is of partitions by class; by_user goes by users alone: leave alpha out")
+        return alpha
 
     @field_validator("classes_per_client")
     @classmethod

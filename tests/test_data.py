@@ -37,6 +37,7 @@ def alone(monkeypatch, tmp_path):
     """A machine without any data: what a test finds, it has made."""
     monkeypatch.delenv("ORCHESTRATOR_DATA", raising=False)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    monkeypatch.setenv("ORCHESTRATOR_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(where, "DEBIAN", tmp_path / "debian")
 
 
@@ -320,6 +321,40 @@ def test_tiny_imagenet_is_read_by_directories(tmp_path):
     (tmp_path / "train" / "n02" / "images" / "n02_b.JPEG").unlink()
     with pytest.raises(DataError, match="n02 has 1 images, expected 2"):
         tiny_imagenet(Folder(tmp_path), classes=2, per_class=2)
+
+
+def write_cityscapes(folder: Path, train: int, val: int) -> Path:
+    """Some street scenes and maps of their labels, all of them road."""
+    for kind, n in (("train", train), ("val", val)):
+        for i in range(n):
+            for what, suffix, image in (
+                ("leftImg8bit", "leftImg8bit", pixels(8, 16, 3, seed=i)),
+                ("gtFine", "gtFine_labelIds", np.full((8, 16), 7, np.uint8)),
+            ):
+                write_image(folder / what / kind / "ulm" / f"ulm_{i:06}_000019_{suffix}.png", image)
+    return folder
+
+
+def test_a_partly_unpacked_cityscapes_is_refused(monkeypatch, tmp_path):
+    folder = write_cityscapes(tmp_path / "cityscapes", 2, 1)
+    with pytest.raises(DataError, match=r"cityscapes holds \(2, 1\) training and test images, expected \(2975, 500\)"):
+        load("cityscapes", tmp_path)
+    shrink(monkeypatch, "cityscapes", (2, 1), folder)
+    data = load("cityscapes", tmp_path)
+    assert (len(data.x_train), len(data.x_test), data.y_train.shape) == (2, 1, (2, 256, 512))
+
+
+def test_a_wrong_cityscapes_says_what_is_wrong(monkeypatch, tmp_path):
+    folder = write_cityscapes(tmp_path / "cityscapes", 2, 1)
+    shrink(monkeypatch, "cityscapes", (2, 1), folder)
+    missing = folder / "gtFine/train/ulm/ulm_000001_000019_gtFine_labelIds.png"
+    missing.unlink()
+    with pytest.raises(DataError, match=f"1 of 3 images have no labels, the first {missing}"):
+        load("cityscapes", tmp_path)
+    next((folder / "leftImg8bit/val/ulm").iterdir()).unlink()
+    with pytest.raises(DataError, match=r"leftImg8bit/val holds no <city>/\*_leftImg8bit\.png") as caught:
+        load("cityscapes", tmp_path)
+    assert "gtFine_trainvaltest.zip" in str(caught.value)
 
 
 # ---- bring your own ----------------------------------------------------------------------------------------------

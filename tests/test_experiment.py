@@ -206,6 +206,19 @@ def test_combinations_that_make_no_sense():
     assert made("local: {loss: balanced_softmax, prior: global}").local.prior == "global"
 
 
+def test_only_sets_that_name_users_are_divided_by_them():
+    data = made("data: {name: inaturalist_user_160k, partition: by_user}").data
+    assert (data.partition, data.imbalance, data.alpha) == ("by_user", 1, 0.5)
+    for name in ("digits", "imagenet_lt", "cityscapes", "own.npz"):
+        assert wrong(f"data: {{name: {name}, partition: by_user}}") == [
+            f"1:{27 + len(name)}: data.partition: 'by_user' keeps each user's images together, but '{name}' names no "
+            "users; it can: inaturalist_user_160k"
+        ]
+    assert wrong("data: {name: inaturalist_user_160k, partition: by_user, alpha: 0.1}") == [
+        "1:64: data.alpha: is of partitions by class; by_user goes by users alone: leave alpha out"
+    ]
+
+
 @dataclass(frozen=True)
 class Probe(Algorithm):
     """Hyperparameters of every kind that there may be."""

@@ -4,8 +4,10 @@ import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from conftest import digits, driver, finish, tiny
 from PIL import Image
+from ray.experimental import get_object_locations
+from test_pool import wait_for
 
 from orchestrator.actors import Pool
 from orchestrator.augment import AUGMENTS, centre, resampling
@@ -55,8 +59,8 @@ def picture(path: Path, label: int, seed: int, size=(30, 24), mode="RGB") -> Non
     Image.fromarray(noise.clip(0, 255).astype(np.uint8)).convert(mode).save(path)
 
 
-def write_imagenet(root: Path, lists: str = ".", images: str = ".", val: str = "flat") -> Path:
-    """Make a small ImageNet-LT in the published layout, or with val sorted like train."""
+def write_imagenet(root: Path, lists: str = ".", images: str = ".", val: str = "flat", named: str = "sorted") -> Path:
+    """Make a small ImageNet-LT, val as its archive unpacks and named as published, or flat and sorted otherwise."""
     train, test = [], []
     for label, (wnid, n) in enumerate(zip(WNIDS, PER_CLASS, strict=True)):
         for i in range(n):
@@ -64,7 +68,7 @@ def write_imagenet(root: Path, lists: str = ".", images: str = ".", val: str = "
             picture(root / images / f"train/{wnid}/{wnid}_{i}.JPEG", label, 100 * label + i, (30 + i, 24))
         for i in range(3):
             file = f"ILSVRC2012_val_{3 * label + i + 1:08}.JPEG"
-            test.append(f"val/{file} {label}")
+            test.append(f"val/{wnid}/{file} {label}" if named == "sorted" else f"val/{file} {label}")
             mode = "L" if i == 2 else "RGB"  # ImageNet has grey images, too
             picture(
                 root / images / "val" / (wnid if val == "sorted" else "") / file, label, 1000 + 3 * label + i, mode=mode
@@ -113,12 +117,13 @@ def directly(path: str, side: int = SIDE) -> np.ndarray:
 # ---- published layouts -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("named", ["sorted", "flat"])
 @pytest.mark.parametrize("val", ["flat", "sorted"])
 @pytest.mark.parametrize(
     ("lists", "images"), [(".", "."), (".", "imagenet"), ("ImageNet_LT", "."), ("ImageNet_LT", "ILSVRC/Data/CLS-LOC")]
 )
-def test_imagenet_lt_is_read_by_its_lists(tmp_path, small, lists, images, val):
-    write_imagenet(tmp_path / "data", lists, images, val)
+def test_imagenet_lt_is_read_by_its_lists(tmp_path, small, lists, images, val, named):
+    write_imagenet(tmp_path / "data", lists, images, val, named)
     data = load("imagenet_lt", tmp_path / "data")
     assert np.bincount(data.y_train).tolist() == PER_CLASS
     assert data.y_test.tolist() == np.repeat(range(4), 3).tolist()
@@ -147,6 +152,7 @@ def test_inaturalist_is_read_by_its_tables(tmp_path, small, column, size):
     assert data.classes == 3, "counted, not known"
     assert data.y_train.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert data.y_test.tolist() == [0, 1, 2]
+    assert data.users.tolist() == [0, 1, 0] * 3
     path = data.x_test.listing.path(data.x_test.rows[1])
     assert path == str(tmp_path / f"data/train_val_images/Plantae/Acer rubrum/0007{3:028x}.jpg")
     assert np.array_equal(data.x_test[[1]][0], decode(path, (SIDE, SIDE)))
@@ -198,6 +204,7 @@ TRAIN = "federated_train_user_120k.csv"
         ("test.csv", "image_id,label\n", r"test\.csv lacks the column class; its first line is 'image_id,label'"),
         (TRAIN, "user_id,image_id,class\n0,a,x\n", rf"{TRAIN}:2: 'a' and 'x' are not an image and a class number"),
         (TRAIN, "user_id,image_id,class\n0\n", rf"{TRAIN}:2: None and None are not"),
+        (TRAIN, "user_id,image_id,class\n0,a,1\n,b,1\n", rf"{TRAIN}:3: 'b' has no user_id"),
         (TRAIN, "user_id,image_id,class\n", rf"{TRAIN} is empty"),
         ("test.csv", "image_id,class\na,4\n", rf"test\.csv has classes that {TRAIN} has not: 4"),
         ("test.csv", "image_id,class\nnone,3\n", r"1 images are not in .*train_val_images: none"),
@@ -213,6 +220,23 @@ def test_a_wrong_inaturalist_says_what_is_wrong(tmp_path, small, file, content, 
     with pytest.raises(DataError, match=complaint) as caught:
         load("inaturalist_user_160k", tmp_path / "data")
     assert "federated_vision_datasets" in str(caught.value)
+
+
+def test_clients_of_inaturalist_have_whole_users(tmp_path, small):
+    path = write_inaturalist(tmp_path / "data") / "inaturalist-user-120k" / TRAIN
+    experiment = tiny(data={"name": "inaturalist_user_160k", "clients": 2, "partition": "by_user"}, clients_per_round=2)
+    data = load("inaturalist_user_160k", tmp_path / "data")
+    parts = split_for(experiment, data)
+    assert sorted(rows.tolist() for rows in parts.train) == [[0, 2, 3, 5, 6, 8], [1, 4, 7]]
+    with pytest.raises(DataError, match="2 users cannot be divided among 3 clients"):
+        split_for(tiny(data={"name": data.name, "clients": 3, "partition": "by_user"}), data)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(line.split(",", 1)[1] for line in lines))
+    nobody = load("inaturalist_user_160k", tmp_path / "data")
+    assert nobody.users is None
+    assert nobody.digest != data.digest
+    with pytest.raises(DataError, match="names no users"):
+        split_for(experiment, nobody)
 
 
 # ---- pixels ------------------------------------------------------------------------------------------------------
@@ -355,21 +379,103 @@ def test_the_budget_bounds_what_is_kept(monkeypatch, tmp_path, rows):
     files = files_of(tmp_path / "x")
     expected = files[range(8)]
     assert np.array_equal(reopened(files)[range(8)], expected)
-    assert files.listing.cache.kept.sum() == rows
+    places = files.listing.cache.places
+    assert (places >= 0).sum() == rows
     if not rows:
         assert not (tmp_path / "cache").exists()
         return
-    content = kept(tmp_path).read_bytes().ljust(8 * RECORD, b"\0")
-    there = [any(content[i * RECORD : (i + 1) * RECORD]) for i in range(8)]
-    assert there == files.listing.cache.kept.tolist()
+    assert kept(tmp_path).stat().st_size == rows * RECORD
     monkeypatch.setenv("ORCHESTRATOR_CACHE_GB", str(5 * RECORD / 1e9))
-    more = files_of(tmp_path / "x").listing.cache.kept
-    assert more.sum() == 5
-    assert more[there].all(), "a smaller budget keeps some of the rows of a larger one"
+    more = ImageFiles(replace(files.listing, budget=5 * RECORD), files.rows)
+    assert np.array_equal(more[range(8)], expected)
+    assert (more.listing.cache.places >= 0).sum() == 5
+    assert (more.listing.cache.places == places)[places >= 0].all(), "what a smaller budget keeps, a larger one does"
 
 
-def test_without_a_budget_half_of_what_is_free_is_taken(tmp_path):
-    assert files_of(tmp_path / "x").listing.cache.kept.all()
+def test_without_a_budget_half_of_what_is_free_is_taken(monkeypatch, tmp_path):
+    assert (files_of(tmp_path / "x").listing.cache.places >= 0).all()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=21 * RECORD))
+    assert (files_of(tmp_path / "y").listing.cache.places >= 0).sum() == 2, "beside the eight of the other set"
+
+
+def limit(monkeypatch, rows: int) -> None:
+    """Let all files of decoded images together have room for so many."""
+    monkeypatch.setenv("ORCHESTRATOR_CACHE_GB", str((rows + 0.5) * RECORD / 1e9))
+
+
+def sizes(tmp_path: Path) -> dict[str, float]:
+    """How many images have a place in the file of each set."""
+    return {path.name.split("-")[0]: path.stat().st_size / RECORD for path in (tmp_path / "cache").iterdir()}
+
+
+def forgotten(tmp_path: Path, name: str) -> None:
+    """Let a set's file look as if it had last been used eight days ago."""
+    (path,) = (tmp_path / "cache").glob(f"{name}-*")
+    os.utime(path, (time.time() - 8 * 24 * 3600,) * 2)
+
+
+def test_all_sets_share_one_budget(monkeypatch, tmp_path):
+    limit(monkeypatch, 11)
+    for _ in range(2):
+        for name in ("first", "second", "third"):
+            files = files_of(tmp_path / name)
+            assert np.array_equal(files[range(8)], files[range(8)])
+            del files
+        assert sizes(tmp_path) == {"first": 8, "second": 3, "third": 0}, "what was used this week is not pushed out"
+
+
+def test_what_is_long_unused_makes_room_but_not_while_somebody_has_it_open(monkeypatch, tmp_path):
+    limit(monkeypatch, 11)
+    first, second = files_of(tmp_path / "first"), files_of(tmp_path / "second", 2)
+    expected = first[range(8)]
+    second[range(2)]
+    del second
+    for name in ("first", "second"):
+        forgotten(tmp_path, name)
+    assert (files_of(tmp_path / "third").listing.cache.places >= 0).sum() == 3
+    assert sizes(tmp_path) == {"first": 8, "third": 3}
+    for path in (tmp_path / "first").iterdir():
+        path.unlink()
+    assert np.array_equal(first[range(8)], expected), "it is still there"
+    del first
+    forgotten(tmp_path, "first")
+    assert (files_of(tmp_path / "third").listing.cache.places >= 0).all()
+    assert sizes(tmp_path) == {"third": 8}
+
+
+def test_a_smaller_budget_holds_for_what_there_was_before(monkeypatch, tmp_path):
+    files_of(tmp_path / "first")[range(8)]
+    files_of(tmp_path / "second")[range(8)]
+    limit(monkeypatch, 9)
+    files_of(tmp_path / "second")[range(8)]
+    assert sizes(tmp_path) == {"first": 8, "second": 1}
+    limit(monkeypatch, 5)
+    files_of(tmp_path / "second")[range(8)]
+    assert sizes(tmp_path) == {"second": 5}
+
+
+def test_pixels_of_changed_images_are_removed_unless_somebody_reads_them(monkeypatch, tmp_path):
+    limit(monkeypatch, 11)
+    old, other = files_of(tmp_path / "x"), files_of(tmp_path / "x", 3, SIDE // 2)
+    old[range(8)], other[range(3)]
+    os.utime(tmp_path / "x" / "5.png", (1, 1))
+    again = [f"{i}.png" for i in range(8)]
+    assert (ImageFiles(listed(tmp_path / "x", again, (SIDE, SIDE)), range(8)).listing.cache.places >= 0).sum() == 2
+    assert len(list((tmp_path / "cache").iterdir())) == 3
+    del old
+    assert (ImageFiles(listed(tmp_path / "x", again, (SIDE, SIDE)), range(8)).listing.cache.places >= 0).all()
+    assert len(list((tmp_path / "cache").iterdir())) == 2, "those of another size are not concerned"
+
+
+def test_processes_that_begin_at_once_share_the_budget(monkeypatch, tmp_path):
+    limit(monkeypatch, 70)
+    several = []
+    for i in range(3):
+        (tmp_path / f"{i}.pickle").write_bytes(pickle.dumps(files_of(tmp_path / f"set{i}", 32)))
+        several.append(process(READ_ALL, tmp_path / f"{i}.pickle"))
+    assert [one.communicate() and one.returncode for one in several] == [0, 0, 0]
+    assert sorted(sizes(tmp_path).values()) == [6, 32, 32]
 
 
 @pytest.mark.parametrize("value", ["much", "1e999"])
@@ -429,6 +535,7 @@ def test_a_full_disk_costs_time_and_a_warning(tmp_path):
 import pickle, resource, signal, sys, warnings
 files = pickle.load(open(sys.argv[1], "rb"))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+files.listing.cache
 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("default")
@@ -651,6 +758,30 @@ def test_a_run_has_the_same_bits_with_and_without_cache_and_on_one_or_two_actors
         finally:
             pool.close()
     assert len(set(found.values())) == 1, found
+
+
+def test_actors_get_names_and_open_the_files_themselves(monkeypatch, tmp_path, small, ray_cluster):
+    """What goes through Ray is far smaller than the pixels, which all actors read from one file."""
+    (layout,) = SOURCES["imagenet_lt"].layouts
+    large = replace(SOURCES["imagenet_lt"], layouts=(replace(layout, read=imagenet_lt(4, 256)),))
+    monkeypatch.setitem(SOURCES, "imagenet_lt", large)
+    write_imagenet(tmp_path / "data")
+    dataset, experiment = load("imagenet_lt", tmp_path / "data"), on_files(local=LOCAL, clients_per_round=4)
+    put = ray.put(dataset)
+    assert get_object_locations([put])[put]["object_size"] < 20_000 < len(dataset.x_train) * 3 * 256**2
+    parts, pool = split_for(experiment, dataset), Pool(2, 1.0, 0.0)
+    try:
+        pool.load(experiment, put, parts)
+        run = Driver(experiment, dataset, parts, pool)
+
+        def reading() -> int:
+            run.evaluate()
+            opened = [Path(f"/proc/{where['pid']}/fd").iterdir() for where in pool.where.values()]
+            return sum(str(kept(tmp_path)) in map(os.path.realpath, links) for links in opened)
+
+        wait_for(lambda: reading() == 2)
+    finally:
+        pool.close()
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedrep", "paco", "bpfed", "creff", "mupfl"])

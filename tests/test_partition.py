@@ -2,14 +2,16 @@
 
 import json
 import math
+import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.data import DataError, Dataset, Split, describe, split
-from orchestrator.data.partition import PARTITIONS, grouped_equal, long_tail, per_class, per_class_capped
+from orchestrator.data import VOID, DataError, Dataset, Split, describe, split
+from orchestrator.data.partition import PARTITIONS, by_user, grouped_equal, long_tail, per_class, per_class_capped
 from orchestrator.data.splits import local_tests
 
 laws = settings(max_examples=40, deadline=None, derandomize=True)
@@ -223,6 +225,78 @@ def test_a_hopeless_request_ends_and_says_what_to_change():
         per_class_capped(balanced(2, 50), 11, 1.0)
 
 
+@laws
+@given(
+    users=st.lists(st.integers(0, 30), min_size=1, max_size=200).map(np.array),
+    clients=st.integers(1, 40),
+    seed=st.integers(0, 2**63),
+)
+def test_every_client_gets_whole_users_or_the_request_is_refused(users, clients, seed):
+    there = len(np.unique(users))
+    if clients > there:
+        with pytest.raises(DataError, match=f"{there} users cannot be .* {clients} clients: use 1 to {there} clients"):
+            by_user(users, clients, seed)
+        return
+    parts = by_user(users, clients, seed)
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(len(users)))
+    assert all((np.diff(rows) > 0).all() for rows in parts)
+    whose = [set(users[rows].tolist()) for rows in parts]
+    assert sum(map(len, whose)) == there, "nobody is at two clients"
+    assert max(map(len, whose)) - min(map(len, whose)) <= 1
+    assert all(np.array_equal(a, b) for a, b in zip(parts, by_user(users, clients, seed), strict=True))
+
+
+def of_users(train: int = 100) -> Dataset:
+    """Ten classes, and users of whom the first has half of all images."""
+    data = dataset(train=train)
+    users = np.arange(len(data.y_train)) // 12 % 40
+    users[: len(users) // 2] = 0
+    return replace(data, users=users)
+
+
+def test_users_are_dealt_at_random_by_the_seed():
+    data = of_users()
+    made, other = (split(data, clients=8, partition="by_user", seed=seed) for seed in (0, 1))
+    assert made.digest != other.digest
+    whose = [np.unique(data.users[rows]) for rows in made.train]
+    assert [len(users) for users in whose] == [5] * 8
+    assert any((np.diff(users) != 1).any() and (np.diff(users) != 8).any() for users in whose), "not in their order"
+    assert np.array_equal(made.counts, table(data.y_train, list(made.train), 10))
+    assert max(len(rows) for rows in made.train) > 500, "who has many images keeps them all"
+
+
+def test_users_whose_images_are_all_cut_are_nobody():
+    data = replace(dataset(classes=2, train=100), users=np.repeat([7, 5, 3, 1], 50))
+    with pytest.raises(DataError, match="4 users cannot be divided among 5 clients"):
+        split(data, clients=5, partition="by_user")
+    kept = len(np.unique(data.users[long_tail(data.y_train, 2, 100)]))
+    made = split(data, clients=kept, partition="by_user", imbalance=100, validation=0.2)
+    assert all(len(np.unique(data.users[rows])) == 1 for rows in made.train)
+    held = [data.users[[*rows, *out]] for rows, out in zip(made.train, made.validation, strict=True)]
+    assert all(len(np.unique(users)) == 1 for users in held)
+
+
+def test_users_are_ignored_by_the_other_partitions_and_are_part_of_the_data_set():
+    data = of_users()
+    assert split(data, clients=8).digest == split(replace(data, users=None), clients=8).digest
+    digests = {one.digest for one in (data, replace(data, users=None), replace(data, users=data.users[::-1].copy()))}
+    assert len(digests) == 3
+
+
+def test_maps_of_labels_are_counted_without_a_wider_copy_of_them():
+    y = np.random.default_rng(0).integers(0, 5, (64, 128, 128)).astype(np.uint8)  # a megabyte
+    y[y == 4] = VOID
+    x = np.zeros((len(y), 3, 1, 1), np.uint8)
+    data = Dataset("made", x, y, x[:1], y[:1], 4, (0.0,) * 3, (1.0,) * 3)
+    tracemalloc.start()
+    try:
+        made = split(data, clients=1, partition="foreground", classes_per_client=4)
+        assert tracemalloc.get_traced_memory()[1] < y.nbytes
+    finally:
+        tracemalloc.stop()
+    assert made.counts.tolist() == [[*((y == c).sum() for c in range(4)), 0]]
+
+
 # ---- local tests -------------------------------------------------------------------------------------------------
 
 
@@ -303,7 +377,8 @@ def test_local_tests_of_two_clients_are_drawn_independently():
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"partition": "iid"}, "per_class, per_class_capped, grouped_equal or foreground, not 'iid'"),
+        ({"partition": "iid"}, "per_class, per_class_capped, grouped_equal, by_user or foreground, not 'iid'"),
+        ({"partition": "by_user"}, "by_user keeps each user's images together, but made names no users"),
         ({"test_alloc": "round"}, "floor, ceil_owned, not 'round'"),
         ({"validation": 1.0}, "validation must be"),
         ({"validation": -0.1}, "validation must be"),
@@ -324,6 +399,11 @@ GOLDEN = {
     "per_class_capped": "1ee4d5ebdd4a5b1a3ea9f28df3d9f944f161ac7d73b830917be6597c88cd1bd0",
     "grouped_equal": "df99094ef9d945cd895cb70ee2465a1b06c1322b72ab79963e7d436cc374c714",
 }
+
+
+def test_users_are_dealt_the_same_on_every_machine_and_in_every_version():
+    made = split(of_users(), clients=12, partition="by_user", validation=0.1, seed=3)
+    assert made.digest == "0e9fbdd25eb99d227bae2c251877430bfec459501f502a4e2106383eb92de364"
 
 
 @pytest.mark.parametrize("name", list(PARTITIONS))

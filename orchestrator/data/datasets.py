@@ -32,6 +32,7 @@ class Dataset:
     augment: str = "none"
     crop: int | None = None  #: side of what a network sees of an image; None: all of it
     names: tuple[str, ...] = ()  #: of the classes, where they are known
+    users: Labels | None = None  #: whose each training image is, where that is known
 
     @property
     def segmented(self) -> bool:
@@ -51,9 +52,10 @@ class Dataset:
 
     @cached_property
     def digest(self) -> str:
-        """A SHA-256 over the shapes and bytes of the four arrays; over names and sizes of images left in files."""
+        """A SHA-256 over shapes and bytes of the arrays, users too if known; over names and sizes of image files."""
         sha = hashlib.sha256()
-        for array in (self.x_train, self.y_train, self.x_test, self.y_test):
+        users = [] if self.users is None else [self.users]
+        for array in (self.x_train, self.y_train, self.x_test, self.y_test, *users):
             if isinstance(array, ImageFiles):
                 sha.update(array.digest.encode())
                 continue
@@ -95,7 +97,7 @@ def _dataset(
 ) -> Dataset:
     labels = arrays.y_train if arrays.y_train.ndim == 1 else arrays.y_train[arrays.y_train != VOID]
     classes = len(SOURCES[name].names) if name in SEGMENTED else int(labels.max()) + 1
-    return Dataset(name, *arrays, classes, mean, std, augment, crop, names[:classes])
+    return Dataset(name, *arrays[:4], classes, mean, std, augment, crop, names[:classes], arrays.users)
 
 
 def _digits() -> Arrays:

@@ -1,12 +1,16 @@
-"""Images that stay in their files: decoded when their rows are asked for, and kept decoded in one file per machine."""
+"""Images that stay in their files: decoded when their rows are asked for, and then kept by each machine."""
 
+import fcntl
 import hashlib
 import math
 import os
 import shutil
+import time
 import warnings
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -20,6 +24,7 @@ from orchestrator.data.readers import DataError, Images
 PLACE, BUDGET = "ORCHESTRATOR_CACHE", "ORCHESTRATOR_CACHE_GB"
 SCHEME = 1  #: to be raised whenever the same file is decoded to other pixels
 SUM = 16  #: bytes of a checksum
+IDLE = 7 * 24 * 3600.0  #: seconds after which a file that nobody reads may go where others lack room
 Numbers = npt.NDArray[np.int64]
 Size = tuple[int, int]  #: height and width
 
@@ -35,7 +40,7 @@ class Listing:
     sizes: Numbers  #: bytes of each file
     stamp: str  #: changes when any file does
     place: str  #: directory of the cache, on whatever machine the images are read
-    budget: int | None  #: bytes that the cache may take there; None: half of what is free
+    budget: int | None  #: bytes that all caches there may take together; None: half of what is free without them
     labels: Images | None = None  #: what each byte of a map of labels stands for; None: files are pictures in colour
 
     def __len__(self) -> int:
@@ -131,43 +136,48 @@ class Cache:
     """
 
     def __init__(self, listing: Listing) -> None:
-        height, width = listing.size
-        self.bytes = math.prod(listing.shape)
-        self.kept, self.writable = np.zeros(len(listing), bool), False
+        self.record = SUM + math.prod(listing.shape)
+        self.places = np.full(len(listing), -1, np.int64)  #: of each row in the file; -1: it is not kept
+        self.writable = False
         if listing.budget == 0:
             return
+        versions, name = _names(listing)
         try:
             folder = Path(listing.place).expanduser()
             folder.mkdir(parents=True, exist_ok=True)
-            path = folder / f"{Path(listing.root).name}-{height}x{width}-{_key(listing)}.pixels"
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            mine = os.fstat(self._file).st_blocks * 512
-            budget = (shutil.disk_usage(folder).free + mine) // 2 if listing.budget is None else listing.budget
+            with _alone(folder):
+                self._file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                weakref.finalize(self, os.close, self._file)
+                _locked(self._file, fcntl.LOCK_SH)  # until it is closed: nobody removes it
+                os.utime(self._file)
+                room = _room(folder, name, versions, len(listing) * self.record, listing.budget)
+                rows = room // self.record
+                os.truncate(self._file, rows * self.record)  # its size is what it may take, long before it does
         except (OSError, RuntimeError) as error:  # RuntimeError: the home of nobody
             self._stop(f"decoded images cannot be kept in {listing.place}: {error}; name another place by {PLACE}")
             return
         # Always the same rows: under cyclic access the most recent ones would push out just what is needed next.
         order = np.random.Generator(np.random.Philox(0)).permutation(len(listing))
-        self.kept[order[: budget // (SUM + self.bytes)]] = True
+        self.places[order[:rows]] = np.arange(rows)
         self.writable = True
 
     def read(self, row: int, into: Images) -> bool:
         """Fill in the pixels of a row, and tell whether they were there and whole."""
-        if not self.kept[row]:
+        if self.places[row] < 0:
             return False
         found = bytearray(SUM)
         try:
-            length = os.preadv(self._file, [found, into.data], row * (SUM + self.bytes))
+            length = os.preadv(self._file, [found, into.data], self.places[row] * self.record)
         except OSError:
             return False
-        return length == SUM + self.bytes and found == _checksum(row, into)
+        return length == self.record and found == _checksum(row, into)
 
     def write(self, row: int, pixels: Images) -> None:
         """Keep the pixels of a row, if it is one of those to be kept; whoever else writes it writes the same."""
-        if not (self.kept[row] and self.writable):
+        if self.places[row] < 0 or not self.writable:
             return
         try:
-            os.pwritev(self._file, [_checksum(row, pixels), pixels.data], row * (SUM + self.bytes))
+            os.pwritev(self._file, [_checksum(row, pixels), pixels.data], self.places[row] * self.record)
         except OSError as error:
             self._stop(f"no more decoded images are kept: {error}; make room, or set {BUDGET}")
 
@@ -250,11 +260,72 @@ def _budget(gigabytes: str) -> int | None:
         raise DataError(f"{BUDGET} must be a number of gigabytes, not {gigabytes!r}") from error
 
 
-def _key(listing: Listing) -> str:
+def _names(listing: Listing) -> tuple[str, str]:
+    """Name the file of decoded images, after what the names of all its versions begin with."""
     from PIL import __version__
 
-    parts = SCHEME, __version__, listing.root, listing.stamp, listing.digest(range(len(listing)))
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    (height, width), what = listing.size, hashlib.sha256(repr((listing.root, listing.shape, listing.labels)).encode())
+    what.update(listing.names.data)
+    what.update(listing.ends.data)
+    version = hashlib.sha256(repr((SCHEME, __version__, listing.stamp)).encode())
+    versions = f"{Path(listing.root).name}-{height}x{width}-{what.hexdigest()[:16]}-"
+    return versions, f"{versions}{version.hexdigest()[:16]}.pixels"
+
+
+def _room(folder: Path, name: str, versions: str, wanted: int, budget: int | None) -> int:
+    """Return how many bytes a file may take beside the others, after removing what is old and nobody has open."""
+    found = {path: about for path in folder.glob("*.pixels") if (about := _about(path))}
+    if budget is None:
+        budget = (shutil.disk_usage(folder).free + sum(about.st_blocks * 512 for about in found.values())) // 2
+    found.pop(folder / name, None)
+    used = sum(about.st_size for about in found.values())
+    for path, about in sorted(found.items(), key=lambda one: (not one[0].name.startswith(versions), one[1].st_mtime)):
+        outdated, idle = path.name.startswith(versions), about.st_mtime < time.time() - IDLE
+        if (outdated or used + wanted * idle > budget) and _removed(path):
+            used -= about.st_size
+    return max(0, min(wanted, budget - used))
+
+
+def _about(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:  # somebody has removed it
+        return None
+
+
+def _removed(path: Path) -> bool:
+    """Remove a file unless somebody has it open, and tell whether it is gone."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if alone := _locked(file, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            path.unlink()
+        return alone
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Let one process at a time look at a directory and change it."""
+    directory = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _locked(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
+
+
+def _locked(file: int, how: int) -> bool:
+    try:
+        fcntl.flock(file, how)
+    except OSError:  # somebody else has it, or the file system knows no locks: then nothing is removed
+        return False
+    return True
 
 
 def _checksum(row: int, pixels: Images) -> bytes:

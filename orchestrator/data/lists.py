@@ -17,37 +17,43 @@ PHOTOS = "train_val_images"
 
 
 def imagenet_lt(classes: int = 1000, side: int = 256) -> Callable[[Folder], Arrays]:
-    """Make a reader of ImageNet-LT's lists, lines of a path and a class; val is flat, or sorted like train."""
+    """Make a reader of ImageNet-LT's lists, lines of a path and a class; val may be flat or sorted, here and there."""
 
     def read(folder: Folder) -> Arrays:
         (train, y_train), (test, y_test) = (
             _lines(folder, f"ImageNet_LT_{kind}.txt", classes) for kind in ("train", "test")
         )
         root = _holding(folder.path, "train", IMAGENET)
-        if not (root / test[0]).is_file():
-            wnid = {c: PurePosixPath(name).parent.name for name, c in zip(train, y_train.tolist(), strict=True)}
-            into = [PurePosixPath(name).parent / wnid.get(c, "") for name, c in zip(test, y_test.tolist(), strict=True)]
-            again = [str(where / PurePosixPath(name).name) for where, name in zip(into, test, strict=True)]
-            test = again if (root / again[0]).is_file() else test
+        wnids = {c: PurePosixPath(name).parent.name for name, c in zip(train, y_train.tolist(), strict=True)}
+        flat = _moved(test, [""] * len(test))
+        deep = _moved(test, [wnids.get(c, "") for c in y_test.tolist()])
+        test = next((names for names in (test, flat, deep) if (root / names[0]).is_file()), test)
         return _arrays(root, train, y_train, test, y_test, side)
 
     return read
 
 
 def inaturalist(train: str, side: int = 256) -> Callable[[Folder], Arrays]:
-    """Make a reader of the federated splits of iNaturalist 2017, files of columns image_id or image_path, and class."""
+    """Make a reader of the federated splits of iNaturalist 2017: image_id or image_path, class, and perhaps user_id."""
 
     def read(folder: Folder) -> Arrays:
         root = _holding(folder.path, PHOTOS, INATURALIST)
-        (names, y), (tests, y_test) = (_table(folder, file) for file in (train, "test.csv"))
+        (names, y, users), (tests, y_test, _) = (_table(folder, file) for file in (train, "test.csv"))
         known = np.unique(y)
         if strange := sorted(set(y_test.tolist()) - set(known.tolist())):
             raise DataError(f"{folder.path / 'test.csv'} has classes that {train} has not: {_some(strange)}")
         found = _located(root, [*names, *tests])
         y, y_test = (np.searchsorted(known, labels).astype(np.int64) for labels in (y, y_test))
-        return _arrays(root, found[: len(y)], y, found[len(y) :], y_test, side)
+        arrays = _arrays(root, found[: len(y)], y, found[len(y) :], y_test, side)
+        return arrays._replace(users=np.unique(users, return_inverse=True)[1].astype(np.int64) if users else None)
 
     return read
+
+
+def _moved(names: Sequence[str], folders: Sequence[str]) -> list[str]:
+    """Put each file into a folder of the first directory of its path."""
+    paths = map(PurePosixPath, names)
+    return [str(PurePosixPath(path.parts[0], folder, path.name)) for path, folder in zip(paths, folders, strict=True)]
 
 
 def _arrays(
@@ -84,7 +90,8 @@ def _lines(folder: Folder, file: str, classes: int) -> tuple[list[str], Labels]:
     return names, np.array(labels, np.int64)
 
 
-def _table(folder: Folder, file: str) -> tuple[list[str], Labels]:
+def _table(folder: Folder, file: str) -> tuple[list[str], Labels, list[str]]:
+    """Return the images of a table, their classes and, if it has the column, their users."""
     path, rows = folder.path / file, csv.DictReader(io.StringIO(_text(folder, file), newline=""))
     header = [name.strip() for name in rows.fieldnames or ()]
     rows.fieldnames = header
@@ -92,16 +99,20 @@ def _table(folder: Folder, file: str) -> tuple[list[str], Labels]:
     missing = ["image_id or image_path"] * (image is None) + ["class"] * ("class" not in header)
     if missing or image is None:
         raise DataError(f"{path} lacks the column {' and '.join(missing)}; its first line is {','.join(header)!r}")
-    names, labels = [], []
+    names, labels, users = [], [], []
     for row in rows:
         name, label = row[image], row["class"]
         if not (name and label and label.isdecimal()):
             raise DataError(f"{path}:{rows.line_num}: {name!r} and {label!r} are not an image and a class number")
         names.append(os.path.join(PHOTOS, name.removeprefix(f"{PHOTOS}/")) if image == "image_path" else name)
         labels.append(int(label))
+        if "user_id" in header:
+            if not row["user_id"]:
+                raise DataError(f"{path}:{rows.line_num}: {name!r} has no user_id")
+            users.append(row["user_id"])
     if not names:
         raise DataError(f"{path} is empty")
-    return names, np.array(labels, np.int64)
+    return names, np.array(labels, np.int64), users
 
 
 def _located(root: Path, names: list[str]) -> list[str]:

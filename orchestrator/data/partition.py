@@ -1,4 +1,4 @@
-"""The long-tailed cut, and the partitions among clients: by Dirichlet draws, or of images whose pixels have labels."""
+"""The long-tailed cut, and the partitions among clients: by Dirichlet draws, by users, or of maps of labels."""
 
 import math
 from collections.abc import Callable
@@ -84,6 +84,17 @@ PARTITIONS: dict[str, Callable[[Labels, int, float, int], list[Rows]]] = {
     "per_class_capped": per_class_capped,
     "grouped_equal": grouped_equal,
 }
+
+
+def by_user(users: Labels, clients: int, seed: int = 0) -> list[Rows]:
+    """Deal users to clients in turns, in random order: the images of each stay together."""
+    known, users = np.unique(users, return_inverse=True)
+    if not 1 <= clients <= len(known):
+        raise DataError(f"{len(known)} users cannot be divided among {clients} clients: use 1 to {len(known)} clients")
+    order = shuffle_by_class(np.zeros_like(known), stream(seed, PARTITION))
+    client = np.empty(len(known), np.int64)
+    client[order] = np.arange(len(known)) % clients
+    return [np.flatnonzero(client[users] == k).astype(np.int64) for k in range(clients)]
 
 
 def foreground(n: int, clients: int, imbalance: float, seed: int = 0) -> list[Rows]:

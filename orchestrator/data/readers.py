@@ -18,6 +18,7 @@ from numpy._core.multiarray import _reconstruct
 if TYPE_CHECKING:
     from orchestrator.data.files import ImageFiles
 
+ARRAYS = "x_train", "y_train", "x_test", "y_test"
 Images = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
 
@@ -31,12 +32,13 @@ class Absent(DataError):
 
 
 class Arrays(NamedTuple):
-    """The four arrays of a data set; images may also stay in their files."""
+    """The four arrays of a data set, of which images may stay in their files; and users, where they are known."""
 
     x_train: "Images | ImageFiles"
     y_train: Labels
     x_test: "Images | ImageFiles"
     y_test: Labels
+    users: Labels | None = None  #: whose each training image is
 
 
 @dataclass(frozen=True)
@@ -128,9 +130,9 @@ def archive(path: Path) -> dict[str, npt.NDArray[Any]]:
     """Read the four arrays of an .npz, and what may be beside them: which label is `void`, and `names` of classes."""
     try:
         with np.load(path, allow_pickle=False) as content:
-            if missing := [name for name in Arrays._fields if name not in content]:
+            if missing := [name for name in ARRAYS if name not in content]:
                 raise DataError(f"{path} lacks the array {', '.join(missing)} (it has {', '.join(content)})")
-            return {name: content[name] for name in (*Arrays._fields, "void", "names") if name in content}
+            return {name: content[name] for name in (*ARRAYS, "void", "names") if name in content}
     except DataError:
         raise
     except Exception as error:  # a broken zip file can raise anything

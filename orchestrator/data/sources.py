@@ -38,6 +38,7 @@ class Source:
     torchvision: str | None = None
     crop: int | None = None  #: side of what a network sees of an image, where more of it is stored
     as_published: bool = False  #: its own class sizes are what it is used for, so it is not cut to another imbalance
+    users: bool = False  #: whether it says whose each training image is
     names: tuple[str, ...] = ()  #: of the classes of pixels, where every pixel has a label
 
 
@@ -231,6 +232,7 @@ SOURCES = {
         "train_val_images.tar.gz of iNaturalist 2017 (github.com/visipedia/inat_comp)",
         crop=224,
         as_published=True,
+        users=True,
     ),
     "camvid": Source(
         sizes=(367, 233),
@@ -245,7 +247,7 @@ SOURCES = {
         names=CAMVID,
     ),
     "cityscapes": Source(
-        sizes=None,
+        sizes=(2_975, 500),
         shape=(3, *SIZE),
         classes=len(CITYSCAPES),
         mean=(0.2869, 0.3252, 0.2839),
@@ -264,5 +266,6 @@ SOURCES = {
     ),
 }
 
-#: The data sets in which every pixel has a label.
+#: The data sets in which every pixel has a label, and those that say whose their training images are.
 SEGMENTED = tuple(name for name, source in SOURCES.items() if source.names)
+WITH_USERS = tuple(name for name, source in SOURCES.items() if source.users)

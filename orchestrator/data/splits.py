@@ -18,6 +18,7 @@ from orchestrator.data.partition import (
     TESTS,
     VALIDATION,
     Rows,
+    by_user,
     draw,
     foreground,
     long_tail,
@@ -132,12 +133,14 @@ def split(
 
     The server gets `server_images` of each class, without taking any from the clients.
     """
-    if partition not in (*PARTITIONS, "foreground"):
-        raise DataError(f"partition must be one of {', '.join(PARTITIONS)} or foreground, not {partition!r}")
+    if partition not in (*PARTITIONS, "by_user", "foreground"):
+        raise DataError(f"partition must be one of {', '.join(PARTITIONS)}, by_user or foreground, not {partition!r}")
     if test_alloc not in TEST_ALLOCS:
         raise DataError(f"test_alloc must be one of {', '.join(TEST_ALLOCS)}, not {test_alloc!r}")
     if not 0 <= validation < 1:
         raise DataError(f"validation must be at least 0 and less than 1, not {validation}")
+    if partition == "by_user" and dataset.users is None:
+        raise DataError(f"partition by_user keeps each user's images together, but {dataset.name} names no users")
     if dataset.segmented and partition != "foreground":
         why = f"{dataset.name} has a label for every pixel, so that an image has many classes"
         raise DataError(f"{why}, but partition {partition} goes by its only one: use task segmentation, and foreground")
@@ -148,7 +151,11 @@ def split(
     y = dataset.y_train
     kept = long_tail(y, dataset.classes, imbalance)
     train, held = [], []
-    for k, rows in enumerate(PARTITIONS[partition](y[kept], clients, alpha, seed)):
+    if dataset.users is not None and partition == "by_user":
+        dealt = by_user(dataset.users[kept], clients, seed)
+    else:
+        dealt = PARTITIONS[partition](y[kept], clients, alpha, seed)
+    for k, rows in enumerate(dealt):
         rows = kept[rows]
         sizes = np.bincount(y[rows], minlength=dataset.classes)
         out = rows[draw(y[rows], whole(sizes * validation), stream(seed, VALIDATION, k))]
@@ -183,7 +190,9 @@ def _of_pixels(
         tuple(train), tuple(held), (everything,) * clients, np.zeros((clients, classes + 1), np.int64), foreground=known
     )
     for k, rows in enumerate(train):
-        pixels = np.bincount(dataset.y_train[rows].ravel(), minlength=VOID + 1)
+        pixels = np.zeros(VOID + 1, np.int64)
+        for row in rows:  # one by one, as bincount makes eight bytes of each
+            pixels += np.bincount(dataset.y_train[row].ravel(), minlength=VOID + 1)
         np.add.at(made.counts[k], made.relabelling(k)[:classes], pixels[:classes])
     return made
 
