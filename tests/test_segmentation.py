@@ -127,8 +127,9 @@ def city(root, kind, name, ids, labels=True):
 
 
 @pytest.fixture
-def few(monkeypatch):
-    """Let a few images pass for Cityscapes."""
+def few(monkeypatch, tmp_path):
+    """Let a few images pass for Cityscapes, and keep what is decoded of them among what the test leaves."""
+    monkeypatch.setenv("ORCHESTRATOR_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(SOURCES, "cityscapes", replace(SOURCES["cityscapes"], sizes=None))
 
 
