@@ -14,6 +14,7 @@ from conftest import driver, finish
 from mlflow.tracking import MlflowClient
 
 from algorithms.fedavg import FedAvg
+from algorithms.finetune import FineTune
 from orchestrator.experiment import Experiment
 from orchestrator.prefixes import code
 
@@ -98,7 +99,7 @@ def test_a_sweep_with_a_trial_that_fails(tmp_path):
     assert set(good["best_at"]["personal/acc_dist"]) == {"phase", "round"}
     assert good["fingerprint"] == in_process(folder / "trials" / good["id"])
     status = json.loads((folder / "trials" / good["id"] / "status.json").read_text())
-    assert status["code"] == code((FedAvg,)), "which source has computed it"
+    assert status["code"] == code((FedAvg, FineTune)), "which source has computed it"
     assert "not finite" in bad["error"]
 
     lines = [json.loads(line) for line in (folder / "trials/0000/metrics.jsonl").read_text().splitlines()]
