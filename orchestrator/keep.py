@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.checkpoint import status_of, write
+from orchestrator.checkpoint import status_of, write, write_json
 from orchestrator.folder import ENDED
 from orchestrator.summary import history
 
@@ -38,6 +38,9 @@ def keep(sweep: Path, to: Path) -> int:
         # Not report.html: it is large, names the places of this machine, and can be written again from the copy.
         pictures = [str(file.relative_to(sweep)) for file in (sweep / "pictures").glob("*.svg")]
         _copy(sweep, to / sweep.name, [*SWEEP, *pictures])
+        summary = to / sweep.name / "summary.json"
+        if summary.is_file():
+            write_json(summary, _of_no_machine(json.loads(summary.read_text(encoding="utf-8"))))
     return len(ended)
 
 
@@ -46,6 +49,14 @@ def _copy(source: Path, target: Path, names: Sequence[str]) -> None:
         if (source / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)
+
+
+def _of_no_machine(summary: dict[str, Any]) -> dict[str, Any]:
+    """Leave tracebacks out, which name the places of this machine: why a trial failed is their first line."""
+    for trial in summary["trials"]:
+        if trial.get("error"):
+            trial["error"] = trial["error"].split("\n")[0]
+    return summary
 
 
 def thinned(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

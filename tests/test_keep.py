@@ -1,5 +1,6 @@
 """What is kept of a sweep: everything that tables, reports and summaries show, and nothing that weighs much."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -66,3 +67,12 @@ def test_a_line_stands_for_the_rounds_before_it(finished_sweep):
     for part in ("time/train", "bytes/up"):
         assert only["metrics"][part] == sum(line["metrics"][part] for line in lines)
     assert only["metrics"]["personal/acc_dist"] == lines[-1]["metrics"]["personal/acc_dist"]
+
+
+def test_no_traceback_is_kept(finished_sweep, tmp_path):
+    sweep = shutil.copytree(finished_sweep, tmp_path / "methods")
+    trials = [{"id": "0000", "error": "it diverged\nTraceback of /here"}, {"id": "0001", "error": None}]
+    (sweep / "summary.json").write_text(json.dumps({"schema": 1, "trials": trials}))
+    keep(sweep, tmp_path / "to")
+    kept = json.loads((tmp_path / "to" / "methods" / "summary.json").read_text())
+    assert kept == {"schema": 1, "trials": [{"id": "0000", "error": "it diverged"}, {"id": "0001", "error": None}]}
