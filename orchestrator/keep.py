@@ -12,11 +12,11 @@ from typing import Any
 
 from orchestrator.checkpoint import status_of, write, write_json
 from orchestrator.folder import ENDED
+from orchestrator.runs import phases
 from orchestrator.summary import history
 
 SWEEP = "sweep.yaml", "code.json", "summary.json", "table.md", "table.json"
 TRIAL = "experiment.yaml", "trial.json", "status.json", "lineage.jsonl"
-TABLES = "*.csv", "*.json"
 ADDED_UP = "time/", "bytes/"
 
 
@@ -30,8 +30,7 @@ def keep(sweep: Path, to: Path) -> int:
     for path in ended:
         target = to / sweep.name / "trials" / path.name
         _copy(path, target, TRIAL)
-        tables = [str(file.relative_to(path)) for kind in TABLES for file in (path / "artifacts").rglob(kind)]
-        _copy(path, target, tables)
+        _copy(path, target, [str(file.relative_to(path)) for file in _tables(path / "artifacts")])
         lines = "".join(json.dumps(line) + "\n" for line in thinned(history(path)))
         write(target / "metrics.jsonl", lines.encode())
     if ended:
@@ -42,6 +41,15 @@ def keep(sweep: Path, to: Path) -> int:
         if summary.is_file():
             write_json(summary, _of_no_machine(json.loads(summary.read_text(encoding="utf-8"))))
     return len(ended)
+
+
+def _tables(artifacts: Path) -> Iterator[Path]:
+    """Yield what reports read: numbers of pictures of every phase, and tables of the last phase that has some."""
+    tables: list[Path] = []
+    for phase in phases(artifacts):
+        tables = tables or list(phase.glob("*.csv"))
+        yield from phase.rglob("*.json")
+    yield from [*tables, *artifacts.glob("*.json")]
 
 
 def _copy(source: Path, target: Path, names: Sequence[str]) -> None:

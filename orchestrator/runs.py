@@ -216,7 +216,7 @@ def _line(raw: bytes) -> dict[str, Any] | None:
         return None
 
 
-def _phases(artifacts: Path) -> list[Path]:
+def phases(artifacts: Path) -> list[Path]:
     """Return the directories of phases, the last one first."""
     folders = [p for p in artifacts.glob("[0-9]*-*") if p.name.split("-")[0].isdigit()]
     return sorted(folders, key=lambda p: int(p.name.split("-")[0]), reverse=True)
@@ -224,7 +224,7 @@ def _phases(artifacts: Path) -> list[Path]:
 
 def _tables(artifacts: Path, notes: Notes) -> tuple[list[Row], list[Row]]:
     """Return the tables per class and per client of the last phase that has some."""
-    for folder in _phases(artifacts):
+    for folder in phases(artifacts):
         found = [_table(folder / f"{name}.csv", notes) for name in ("per_class", "per_client")]
         if any(found):
             return found[0], found[1]
@@ -246,7 +246,7 @@ def _table(path: Path, notes: Notes) -> list[Row]:
 
 def _examples(artifacts: Path, notes: Notes) -> dict[str, Any]:
     """Return the segmented images of the last phase that has some; most runs have none."""
-    path = next((p for folder in _phases(artifacts) if (p := folder / "examples.npz").exists()), None)
+    path = next((p for folder in phases(artifacts) if (p := folder / "examples.npz").exists()), None)
     try:
         with np.load(path, allow_pickle=False) if path else nullcontext({}) as arrays:
             wanted = ("images", "truth", "names", "clients", "known") if path else ()

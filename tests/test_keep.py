@@ -30,6 +30,9 @@ def test_the_copy_is_read_like_the_sweep(finished_sweep, tmp_path):
     copy = read_source(tmp_path / "methods")
     assert shown(read_source(finished_sweep)) == shown(copy)
     assert [run.per_client for run in copy.runs] == [run.per_client for run in read_source(finished_sweep).runs]
+    assert not list((tmp_path / "methods").rglob("models*"))
+    for name, count in {"per_class.csv": 9, "data.json": 9}.items():
+        assert len(list((tmp_path / "methods").rglob(name))) == count
     kept = [path for path in (tmp_path / "methods").rglob("*") if path.is_file()]
     assert not [path for path in kept if path.suffix in (".safetensors", ".npz", ".pkl")]
     assert sum(path.stat().st_size for path in kept) < 300_000
