@@ -92,7 +92,7 @@ def _reference(found: Sequence[Configuration], metric: str, name: str | None) ->
         return able[0] if able else None
     from algorithms import DEFAULT
 
-    plain = (c for c in able if (c.trials[0]["run"].about.get("tags") or {}).get("algorithm") == DEFAULT)
+    plain = (c for c in able if c.trials[0]["run"].method == DEFAULT)
     return next(plain, able[0])
 
 

@@ -116,11 +116,20 @@ class Run:
         return seed if isinstance(seed, int) else None
 
     @property
+    def tags(self) -> Mapping[str, Any]:
+        """What was noted of it before it began."""
+        tags = self.about.get("tags")
+        return tags if isinstance(tags, dict) else {}
+
+    @property
+    def method(self) -> str:
+        """The names of its algorithms."""
+        return str(self.tags.get("algorithm", ""))
+
+    @property
     def split(self) -> str | None:
         """A digest of which images each client has, the same for runs on the same split."""
-        tags = self.about.get("tags")
-        planned = tags.get("data.partition") if isinstance(tags, dict) else None
-        digests = self.data.get("digest"), self.data.get("split", planned)
+        digests = self.data.get("digest"), self.data.get("split", self.tags.get("data.partition"))
         return None if digests[1] is None else ":".join(str(d) for d in digests if d)
 
     @property

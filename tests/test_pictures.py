@@ -3,6 +3,7 @@
 import json
 import shutil
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -172,6 +173,35 @@ def test_methods_side_by_side(finished_sweep):
     heights = [[bar.get_height() for bar in bars] for bars in drawn["target"].axes[0].containers]
     assert all(reached == 1.0 and np.isnan(never) for reached, never in heights), "0 at once, 2 never"
     assert len(drawn["clients"].axes[0].lines[0].get_ydata()) == 6
+
+
+def segmented(name, method, images, said, seed=0):
+    """Return a configuration of one run whose personal model gives every pixel one class, where its client knows 1."""
+    shape = (len(images), *images.shape[2:])
+    truth = np.ones(shape, int)
+    examples = {"images": images, "truth": truth, "names": np.array(["a", "b"]), "clients": np.array([3])}
+    examples |= {"known": truth[None], "personal": np.full((1, *shape), said)}
+    about = {"id": name, "name": name, "tags": {"algorithm": method}}
+    one = run(name, seed, personal_miou=said / 10)
+    return configuration(replace(one, about=about, counts=np.ones((1, 3), int), examples=examples))
+
+
+def segments_of(*configurations):
+    c = Comparison(configurations, "personal/miou", "max", configurations[-1], (), True)
+    found = {p.name: p.figure for p in compare(c)}
+    titled = [(a.get_title(loc="center"), a) for a in found["segments"].axes] if "segments" in found else []
+    return {title: axes.images[0].get_array()[0, 0].tolist() for title, axes in titled if title}
+
+
+def test_the_best_of_each_method_segments_the_same_images():
+    images, other = np.zeros((2, 3, 4, 4), np.uint8), np.ones((2, 3, 4, 4), np.uint8)
+    found = [segmented("x rate=1", "x", images, 1), segmented("x rate=2", "x", images, 2)]
+    found += [segmented("y rate=1", "y", images, 2), segmented("z rate=1", "z", other, 0)]
+    shown = segments_of(*found, segmented("w rate=1", "w", images, 0, seed=1))
+    assert list(shown) == ["image", "truth of client 3", "x rate=1", "y rate=1"], "of the same images and split"
+    assert shown["x rate=1"] == shown["truth of client 3"] != shown["y rate=1"]
+    assert list(segments_of(*found[:2])) == ["image", "truth of client 3", "rate=1", "rate=2"], "of one method all"
+    assert segments_of(found[0], found[3]) == {}, "nothing to compare"
 
 
 def search(points, score):

@@ -13,6 +13,7 @@ from orchestrator.comparison import SHARES, SHOTS, rounds_to, sign
 from orchestrator.pictures import hyperparameters
 from orchestrator.pictures.declared import bars, numbers
 from orchestrator.pictures.run import Drawn, draw_clients, first
+from orchestrator.pictures.segments import of_methods
 from orchestrator.pictures.style import canvas, legend, logarithmic, look, name, plain, styled, whole_numbers
 from orchestrator.runs import Run, runs_of
 from orchestrator.summary import Configuration
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST = 8  #: configurations in one picture; more could not be told apart
+IN_A_ROW = 6  #: segmented images side by side; more would be too small
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,9 @@ def _pictures(c: Comparison) -> Iterator[Drawn]:
             f"{first(c.quality)} of each client under each method, on one split of the same seed.{more}",
             figure,
         )
+    if figure := segments(c):
+        caption = "Test images, their labels (white: void), and what each method's model makes of them, the best first."
+        yield Drawn("segments", caption, figure)
     yield from hyperparameters.pictures(c.configurations, c.metric, c.axis, c.scale, sign(c.metric, c.mode))
 
 
@@ -206,6 +211,19 @@ def clients(c: Comparison) -> Figure | None:
     draw_clients(axes, np.asarray(ids, dtype=float), series, c.quality)
     axes.set_ylabel(c.axis)
     return figure
+
+
+def segments(c: Comparison) -> Figure | None:
+    """Draw what the best of each method makes of the same images, those of one split (MuPFL Fig. 9)."""
+    methods = [each.trials[0]["run"].method for each in c.configurations]
+    best = [each for i, each in enumerate(c.configurations) if methods[i] not in methods[:i]]
+    shown = (best if len(best) > 1 else c.configurations)[:IN_A_ROW]
+    first = next((run for each in shown for run in runs_of(each) if run.examples and run.split is not None), None)
+    if first is None or first.counts is None:
+        return None
+    found = {c.label(each): run.examples for each in shown if (run := same_split(each, first))}
+    model = "generic" if c.metric.startswith("generic/") else "personal"
+    return of_methods(found, first.counts.shape[1] - 1, model)
 
 
 def same_split(configuration: Configuration, run: Run) -> Run | None:

@@ -81,9 +81,8 @@ def knobs(configurations: Sequence[Configuration]) -> list[Knob]:
 
 def _method(configuration: Configuration) -> str:
     """Return which case a configuration is of: its algorithms, and its number among the cases."""
-    tags = configuration.trials[0]["run"].about.get("tags")
-    name = tags.get("algorithm", "") if isinstance(tags, dict) else ""
-    return f"{configuration.trials[0]['params'].get('case')}: {name}"
+    first = configuration.trials[0]
+    return f"{first['params'].get('case')}: {first['run'].method}"
 
 
 def importance(knobs: Sequence[Knob], scores: Sequence[float]) -> list[float] | None:

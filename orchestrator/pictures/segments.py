@@ -43,20 +43,38 @@ def painted(labels: Any, palette: list[str]) -> Any:
 
 
 def side_by_side(shown: Mapping[str, Any], classes: int) -> Figure:
-    """Draw images, their labels and what is predicted, a colour for each class and a legend of those to be seen."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    palette, names = colours(classes), [*map(str, shown["names"])] or [f"class {c}" for c in range(classes)]
-    columns: dict[str, Any] = {"image": shown["images"].transpose(0, 2, 3, 1), "truth": shown["truth"]}
+    """Draw images, their labels, and what a run's models make of them: the shared one, and some clients' own."""
+    columns: dict[str, Any] = {"truth": shown["truth"]}
     if "generic" in shown:
         columns["generic model"] = shown["generic"][0]
     for i, client in enumerate(shown["clients"].tolist()):
         columns[f"truth of client {client}"] = shown["known"][i]
         if "personal" in shown:
             columns[f"model of client {client}"] = shown["personal"][i]
+    return _drawn(shown, columns, classes)
+
+
+def of_methods(found: Mapping[str, Mapping[str, Any]], classes: int, model: str) -> Figure | None:
+    """Draw what several methods' models make of the same images: the generic ones, or one client's personal ones."""
+    able = [shown for shown in found.values() if model in shown]
+    first = able[0] if able else {}
+    same = {k: v for k, v in found.items() if model in v and np.array_equal(v["images"], first["images"])}
+    if len(same) < 2:
+        return None
+    truth = first["truth"] if model == "generic" else first["known"][0]
+    called = "truth" if model == "generic" else f"truth of client {first['clients'][0]}"
+    return _drawn(first, {called: truth} | {label: shown[model][0] for label, shown in same.items()}, classes)
+
+
+def _drawn(shown: Mapping[str, Any], maps: Mapping[str, Any], classes: int) -> Figure:
+    """Draw images and maps of their labels side by side, a colour for each class and a legend of those to be seen."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    palette, names = colours(classes), [*map(str, shown["names"])] or [f"class {c}" for c in range(classes)]
+    columns = {"image": shown["images"].transpose(0, 2, 3, 1), **maps}
     count, (height, width) = len(shown["images"]), shown["truth"].shape[1:]
-    seen = np.unique(np.concatenate([np.ravel(maps) for maps in list(columns.values())[1:]]))
+    seen = np.unique(np.concatenate([np.ravel(labels) for labels in maps.values()]))
     colour = dict(enumerate(palette)) | {VOID: NOTHING}
     called = dict(enumerate([*names, "background"])) | {VOID: "void"}
     per_line = max(1, int(EACH * len(columns) / 1.15))
@@ -65,9 +83,9 @@ def side_by_side(shown: Mapping[str, Any], classes: int) -> Figure:
     figure = Figure((EACH * len(columns), sum(inches)))
     grid = figure.subplots(count, len(columns), squeeze=False)
     figure.subplots_adjust(0.004, inches[2] / sum(inches), 0.996, 1 - inches[1] / sum(inches), 0.02, 0.02)
-    for axes, (title, maps) in zip(grid.T, columns.items(), strict=True):
-        axes[0].set_title(plain(title), fontsize=8, loc="center", pad=3)
-        for one, content in zip(axes, maps, strict=True):
+    for axes, (title, contents) in zip(grid.T, columns.items(), strict=True):
+        axes[0].set_title(plain(title, 24), fontsize=8, loc="center", pad=3)
+        for one, content in zip(axes, contents, strict=True):
             grey = title == "image" and content.shape[2] != 3
             image = content[:, :, 0] if grey else content if title == "image" else painted(content, palette)
             one.imshow(image, cmap="gray" if grey else None, interpolation="nearest", aspect="auto")
