@@ -1,11 +1,10 @@
-"""An experiment and its parts: frozen, validated, a default for every key; and how a file with one is read."""
+"""An experiment and its parts: frozen, validated, a default for every key."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -47,30 +46,10 @@ from orchestrator.fields import (
     read_aggregation,
     read_chain,
     read_loss,
-    read_scheduler,
-    seconds,
     some,
     within,
 )
-from orchestrator.yaml_file import Document, InputError, Keys, dotted, emit, load, parse, short, told
-
-if TYPE_CHECKING:
-    from orchestrator.table_file import Table
-
-__all__ = [
-    "Cluster",
-    "Complaint",
-    "Data",
-    "Evaluate",
-    "Experiment",
-    "Failures",
-    "InputError",
-    "Local",
-    "Model",
-    "Named",
-]
-__all__ += ["Schedule", "Search", "Sweep", "complaints", "dump", "dump_sweep", "listed", "problems", "read"]
-__all__ += ["read_experiment", "shown"]
+from orchestrator.yaml_file import Keys, dotted, emit
 
 # The parts ----------------------------------------------------------------------------------------------------------
 
@@ -388,60 +367,7 @@ class Experiment(Part):
         return algorithms.build(({name: knobs} for name, knobs in self.algorithm), self.local.prior)
 
 
-class Search(Part):
-    """How a sweep looks for the best of its experiments."""
-
-    metric: str = "personal/acc_dist"
-    mode: Literal["max", "min"] = "max"
-    samples: Count = 1
-    searcher: Literal["random", "grid", "optuna"] = "random"
-    scheduler: Annotated[Named, BeforeValidator(read_scheduler)] = Field(default="fifo", validate_default=True)
-    concurrent: Count | None = None
-    budget: Annotated[Positive | None, BeforeValidator(seconds)] = None
-
-    @field_validator("metric")
-    @classmethod
-    def _known(cls, metric: str) -> str:
-        from orchestrator.evaluate import known_metrics
-
-        if metric not in known_metrics():
-            raise ValueError(f"there is no metric '{metric}'; {algorithms.nearest(metric, known_metrics())}")
-        return metric
-
-    @field_serializer("scheduler")
-    def _plain(self, scheduler: Named) -> Any:
-        return {scheduler[0]: scheduler[1]} if scheduler[1] else scheduler[0]
-
-
-# Files --------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """What a file holds: how to search, and an experiment, some leaves of which may be left open.
-
-    With `cases`, each of them is laid over the experiment: so methods are compared, each with settings of its own.
-    """
-
-    search: Search
-    experiment: dict[str, Any]
-    document: Document = field(default_factory=lambda: Document({}, {}), compare=False, repr=False)
-    cases: tuple[dict[str, Any], ...] = ()
-    table: Table | None = field(default=None, compare=False, repr=False)
-
-    def variants(self) -> list[Sweep]:
-        """Return a sweep for each case, or this one where there are none."""
-        return [
-            Sweep(self.search, laid_over(self.experiment, case), self.document.within(("cases", i)))
-            for i, case in enumerate(self.cases)
-        ] or [self]
-
-
-def laid_over(tree: Any, case: Any) -> Any:
-    """Return a tree in which everything that a case says is as the case says it."""
-    if not isinstance(tree, dict) or not isinstance(case, dict):
-        return case
-    return {**tree, **{key: laid_over(tree.get(key), value) for key, value in case.items()}}
+# As text ------------------------------------------------------------------------------------------------------------
 
 
 def problems(tree: Mapping[str, Any], model: type[Part] = Experiment) -> list[Complaint]:
@@ -453,14 +379,6 @@ def problems(tree: Mapping[str, Any], model: type[Part] = Experiment) -> list[Co
     return []
 
 
-#: Where a name stands for a mapping.
-_SHORT: dict[Keys, Callable[[str], Any]] = {
-    ("model",): lambda name: {"name": name},
-    ("local", "loss"): lambda name: {name: {}},
-    ("aggregation",): lambda name: {name: {}},
-}
-
-
 def shown(path: Keys, tree: Mapping[str, Any]) -> str:
     """Write a path for people: an algorithm that occurs once goes by its name, `algorithm.<name>.<hyperparameter>`."""
     entries = listed(tree.get("algorithm"))
@@ -468,139 +386,6 @@ def shown(path: Keys, tree: Mapping[str, Any]) -> str:
         same = sum(isinstance(entry, Mapping) and path[2] in entry for entry in entries)
         path = (path[0], *path[2:]) if same == 1 else path
     return dotted(path)
-
-
-def read(
-    path: Path | None = None, text: str | None = None, overrides: Sequence[str] = (), preset: str | None = None
-) -> Sweep:
-    """Read a sweep from a file or a text, as a preset or `path=value` overrides change it; check every candidate."""
-    from orchestrator import table_file
-    from orchestrator.space import check
-
-    name = "<text>" if path is None else str(path)
-    content = text if text is not None else "" if path is None else load(path)
-    document = _preset(parse(content, lambda line, column: f"{name}:{line}:{column}"), preset)
-    table = table_file.take(document, path)
-    root = _rooted(document)
-    _spell_out(root)
-    for override in overrides:
-        _override(root, override)
-    tree = dict(root.value)
-    searched, cases = tree.pop("search", None), tree.pop("cases", None)
-    found = [each._replace(path=("search", *each.path)) for each in problems(searched, Search)]
-    if found:
-        raise InputError([told(root.place(each.path, each.key), dotted(each.path), each.text) for each in found])
-    sweep = Sweep(Search.model_validate(searched), tree, root, _cases(root, cases), table)
-    if "metric" not in (searched or {}) and all(map(_segments, sweep.variants())):
-        sweep = replace(sweep, search=sweep.search.model_copy(update={"metric": "personal/miou"}))
-    check(sweep)
-    if table is not None:
-        table_file.check(sweep)
-    return sweep
-
-
-def _segments(sweep: Sweep) -> bool:
-    """Tell whether a sweep is one of segmentation, as far as that is plain."""
-    task, data = sweep.experiment.get("task"), sweep.experiment.get("data")
-    return task == "segmentation" or (
-        task is None and isinstance(data, dict) and task_of(data.get("name")) != "classification"
-    )
-
-
-def _preset(document: Document, name: str | None) -> Document:
-    """Lay one of a file's presets over the rest of it."""
-    tree = document.value
-    presets = tree.pop("presets", None) if isinstance(tree, dict) and tree.keys() & {"search", "experiment"} else None
-    if presets is not None and not (isinstance(presets, dict) and all(isinstance(p, dict) for p in presets.values())):
-        raise InputError(
-            [told(document.place(("presets",)), "presets", "must be a mapping of names to parts of a sweep")]
-        )
-    if name is None:
-        return document
-    if name not in (presets or {}):
-        has = f"its presets are: {', '.join(presets)}" if presets else "it has none"
-        raise InputError([f"--preset {name}: this file has no such preset; {has}"])
-    return Document(laid_over(tree, (presets or {})[name]), document.within(("presets", name)).places)
-
-
-def _cases(root: Document, cases: Any) -> tuple[dict[str, Any], ...]:
-    if cases is None:
-        return ()
-    if not isinstance(cases, list) or not cases or not all(isinstance(case, dict) for case in cases):
-        raise InputError([told(root.place(("cases",)), "cases", "must be a list of parts of an experiment")])
-    return tuple(cases)
-
-
-def _override(root: Document, override: str) -> None:
-    keys, equals, value = override.partition("=")
-    flag = f"--set {override if len(override) <= 200 else override[:199] + '…'}"
-    if not equals or not all(keys.split(".")):
-        raise InputError([f"{flag}: must be dotted.path=value"])
-    path = keys.split(".")
-    cases = root.value.get("cases") if isinstance(root.value.get("cases"), list) else []
-    # What a case says for itself hides what the experiment says: set it there too, wherever the path leads somewhere.
-    told_apart = [Document(case, {}) for case in cases if isinstance(case, dict) and path[0] in case]
-    errors = []
-    for document in ([] if cases and len(told_apart) == len(cases) else [root]) + told_apart:
-        try:
-            document.put(path, parse(value, lambda line, column: flag), _SHORT)
-        except InputError as error:
-            errors.append(error)
-    if errors and len(errors) >= max(1, len(told_apart)):
-        raise errors[0]
-    _spell_out(root)
-
-
-def _rooted(document: Document) -> Document:
-    """Bring both forms of a file to one: an experiment's keys, and `search`."""
-    tree = {} if document.value is None else document.value
-    if not isinstance(tree, dict):
-        raise InputError([f"{document.place(())}: must be a mapping of keys to values, not {short(tree)}"])
-    beside = ["search", "experiment", "cases", "presets", "table"]
-    if not tree.keys() & set(beside):
-        return Document(tree, document.places)
-    found = []
-    for key in [key for key in tree if key not in beside]:
-        near = algorithms.nearest(key, beside)
-        hint = "move it under 'experiment'" if key in Experiment.model_fields else near
-        text = f"unknown key '{key}' beside 'search' and 'experiment'; {hint}"
-        found.append(told(document.place((key,), key=True), key, text))
-    inner = {} if tree.get("experiment") is None else tree["experiment"]
-    if not isinstance(inner, dict):
-        place = document.place(("experiment",))
-        found.append(f"{place}: experiment: must be a mapping of keys to values, not {short(inner)}")
-    elif "search" in inner:
-        place = document.place(("experiment", "search"), key=True)
-        found.append(f"{place}: experiment.search: unknown key; 'search' stands beside 'experiment', not inside")
-    if found:
-        raise InputError(found)
-    places = {at[1:] if at[:1] == ("experiment",) else at: where for at, where in document.places.items()}
-    return Document({**inner, "search": tree.get("search"), "cases": tree.get("cases")}, places)
-
-
-def _spell_out(root: Document) -> None:
-    """Make the chain a list, so that every hyperparameter has one path only."""
-    chain = root.value.get("algorithm")
-    if isinstance(chain, dict) and len(chain) == 1:
-        moved = {at: where for at, where in root.places.items() if at[:1] == ("algorithm",) and len(at) > 1}
-        root.places = {at: where for at, where in root.places.items() if at not in moved}
-        root.places |= {("algorithm", 0, *at[1:]): where for at, where in moved.items()}
-    if "algorithm" in root.value:
-        root.value["algorithm"] = listed(chain)
-    cases = root.value.get("cases")
-    for case in cases if isinstance(cases, list) else []:
-        if isinstance(case, dict) and "algorithm" in case:
-            case["algorithm"] = listed(case["algorithm"])
-
-
-def read_experiment(path: Path) -> Experiment:
-    """Read a file that leaves nothing open."""
-    from orchestrator.space import leaves
-
-    sweep = read(path)
-    if leaves(sweep):
-        raise InputError([f"{path}: must leave nothing open"])
-    return Experiment.model_validate(sweep.experiment)
 
 
 def dump(experiment: Experiment) -> str:
@@ -611,37 +396,3 @@ def dump(experiment: Experiment) -> str:
 def read_back(trial: Path) -> Experiment:
     """Read the experiment that was written into a trial's directory."""
     return Experiment.model_validate(yaml.safe_load((trial / "experiment.yaml").read_text(encoding="utf-8")))
-
-
-def filled_in(sweep: Sweep) -> Sweep:
-    """Return the sweep with the defaults of today written out, so that it means the same tomorrow."""
-    from orchestrator.data.sources import SOURCES
-
-    parts: dict[str, type[Part]] = {
-        "data": Data,
-        "local": Local,
-        "evaluate": Evaluate,
-        "failures": Failures,
-        "cluster": Cluster,
-    }
-    tree = dict(sweep.experiment)
-    for name, part in parts.items():
-        if isinstance(tree.get(name, {}), dict):
-            tree[name] = part().model_dump(mode="json") | tree.get(name, {})
-    given = [variant.experiment.get("data") for variant in sweep.variants()]
-    by_name: dict[str, Callable[[str], bool]] = {
-        "imbalance": as_published,
-        "partition": lambda name: task_of(name) == "segmentation",
-    }
-    for key, special in by_name.items() if isinstance(tree["data"], dict) else ():
-        own = key not in (sweep.experiment.get("data") or {})
-        if own and any(name in str(given) for name in SOURCES if special(name)):  # in an open leaf, too
-            del tree["data"][key]  # a default that goes by the data set
-    tree = {"rounds": Experiment().rounds, "seed": 0} | tree
-    return replace(sweep, experiment=tree)
-
-
-def dump_sweep(sweep: Sweep) -> str:
-    """Write a sweep with its open leaves as YAML that reads back to an equal one."""
-    tree = {"search": sweep.search.model_dump(mode="json"), "experiment": sweep.experiment}
-    return emit(tree | ({"cases": list(sweep.cases)} if sweep.cases else {}))

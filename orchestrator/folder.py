@@ -12,9 +12,11 @@ from typing import Any
 
 from orchestrator.checkpoint import RunDirectory, status_of, write, write_json
 from orchestrator.data import Dataset
-from orchestrator.experiment import InputError, Search, Sweep, dump, dump_sweep, filled_in, read, read_back
+from orchestrator.experiment import dump, read_back
 from orchestrator.prefixes import Cache, prefixes, sources, versions
 from orchestrator.space import Trial, leaves, trials
+from orchestrator.sweep_file import Search, Sweep, dump_sweep, filled_in, read
+from orchestrator.yaml_file import InputError
 
 ENDED = ("FINISHED", "STOPPED")
 NAME = re.compile(r"[\w][\w.+-]{0,99}")

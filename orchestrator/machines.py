@@ -19,10 +19,10 @@ from rich.console import Console
 
 import algorithms
 import orchestrator
-from orchestrator.experiment import InputError
 from orchestrator.resources import HEAD, Nodes, planned, with_those_to_come
 from orchestrator.scratch import scratch
 from orchestrator.signals import listen, postponed
+from orchestrator.yaml_file import InputError
 
 STARTS = 3  #: tries to start Ray
 MACHINES_S = 180.0  #: how long a sweep waits for the machines of a cluster that was launched just now

@@ -17,11 +17,13 @@ from orchestrator import memory
 from orchestrator.data import DATASETS, Absent, DataError, Dataset, load, outline
 from orchestrator.driver import data_key, split_for
 from orchestrator.evaluate import known_metrics
-from orchestrator.experiment import Experiment, InputError, Search, dump
+from orchestrator.experiment import Experiment, dump
 from orchestrator.models import Network
 from orchestrator.resources import Share, concurrency, share
 from orchestrator.space import Trial
+from orchestrator.sweep_file import Search
 from orchestrator.worker import network
+from orchestrator.yaml_file import InputError
 
 ROUNDS = 1_000_000  #: of a run: all of them are planned before the first
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import yaml
 
 from orchestrator.cohort import JOBS
-from orchestrator.experiment import Experiment, InputError
+from orchestrator.experiment import Experiment
+from orchestrator.yaml_file import InputError
 
 Nodes = Sequence[Mapping[str, float]]  # the resources of each machine
 HEAD = "node:__internal_head__"  #: what only the head of a cluster has

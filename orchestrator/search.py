@@ -9,9 +9,9 @@ from typing import Any
 from ray.tune.search import Searcher
 
 from orchestrator.client import stream
-from orchestrator.experiment import Sweep
 from orchestrator.prefixes import Cache, Prefix
 from orchestrator.space import Trial, fill, leaves
+from orchestrator.sweep_file import Sweep
 from orchestrator.yaml_file import Open
 
 

@@ -9,17 +9,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import ValidationError
 
 from algorithms.losses import LOSSES
-from orchestrator.experiment import Complaint, Experiment, Sweep, complaints, problems, shown
+from orchestrator.experiment import Experiment, problems, shown
 from orchestrator.expressions import evaluate
+from orchestrator.fields import Complaint, complaints
 from orchestrator.yaml_file import InputError, Keys, Open, dotted, short, told
 
-__all__ = ["InputError", "Open", "Trial", "check", "fill", "leaves", "trials", "tune_domain"]
+if TYPE_CHECKING:
+    from orchestrator.sweep_file import Sweep
 
 MOST = 10_000  #: trials of a sweep
 ENOUGH = 20  #: mistakes after which no more are looked for

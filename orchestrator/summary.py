@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from orchestrator.experiment import Search
+    from orchestrator.sweep_file import Search
 
 SCHEMA = 1
 HEADLINE = "generic/acc", "personal/acc_dist", "personal/acc_owned", "personal/acc_worst10"

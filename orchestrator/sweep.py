@@ -18,7 +18,6 @@ from ray import tune
 from rich.console import Console
 
 from orchestrator.checkpoint import CheckpointError, set_status, status_of
-from orchestrator.experiment import Sweep
 from orchestrator.folder import ENDED, create, scored
 from orchestrator.machines import cluster, machines
 from orchestrator.plan import plan
@@ -30,6 +29,7 @@ from orchestrator.search import Feeder, Proposer, seeds
 from orchestrator.signals import heed, postponed
 from orchestrator.space import Trial as Point
 from orchestrator.space import leaves, tune_domain, varied
+from orchestrator.sweep_file import Sweep
 from orchestrator.tracking import Mirror
 from orchestrator.trial import Trial
 from orchestrator.view import View

@@ -14,12 +14,13 @@ from rich.console import Console
 from orchestrator import folder, preflight, tune
 from orchestrator.checkpoint import status_of, write, write_json
 from orchestrator.data import DataError, load
-from orchestrator.experiment import Experiment, InputError, Sweep, dump_sweep, filled_in, read
+from orchestrator.experiment import Experiment
 from orchestrator.space import Trial
 from orchestrator.space import trials as expand
+from orchestrator.sweep_file import Sweep, dump_sweep, filled_in, read
 from orchestrator.table_file import Cell, Table
 from orchestrator.table_report import Report, outcome
-from orchestrator.yaml_file import Open
+from orchestrator.yaml_file import InputError, Open
 
 FEWEST = 5  #: rounds of a phase, however small the budget
 

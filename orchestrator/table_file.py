@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, WrapValidator, field_validator, model_validator
 
 from algorithms import nearest
 from orchestrator.evaluate import known_metrics
-from orchestrator.experiment import InputError, Part, Sweep, laid_over, problems
+from orchestrator.experiment import Part, problems
 from orchestrator.fields import Count, Number, Positive, either
-from orchestrator.yaml_file import Document, Keys, dotted, load, parse, short, told
+from orchestrator.yaml_file import Document, InputError, Keys, dotted, laid_over, load, parse, short, told
+
+if TYPE_CHECKING:
+    from orchestrator.sweep_file import Sweep
 
 MOST = 1_000  #: rows or columns
 PUBLISHED = "published.yaml"  #: beside the table files

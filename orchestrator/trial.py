@@ -20,11 +20,12 @@ from orchestrator.actors import Pool, keep_memory
 from orchestrator.checkpoint import CheckpointError, RunDirectory, set_status, write, write_json
 from orchestrator.data import describe
 from orchestrator.driver import Driver, data_key, split_for
-from orchestrator.experiment import Experiment, dump, read, read_back
+from orchestrator.experiment import Experiment, dump, read_back
 from orchestrator.prefixes import Cache, code, prefixes
 from orchestrator.resources import Share
 from orchestrator.saved import save
 from orchestrator.space import fill
+from orchestrator.sweep_file import read
 from orchestrator.worker import ClientFailed, claim
 
 MOST_ALIKE = 64  #: settings that are scored in one go

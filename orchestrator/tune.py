@@ -25,11 +25,12 @@ from orchestrator import catalogue, folder, preflight, tracking
 from orchestrator import summary as results
 from orchestrator.checkpoint import CheckpointError, set_status, status_of
 from orchestrator.data import DataError
-from orchestrator.experiment import InputError, Sweep, read
 from orchestrator.prefixes import Cache
 from orchestrator.signals import Interrupted, listen
 from orchestrator.space import Trial
 from orchestrator.space import trials as expand
+from orchestrator.sweep_file import Sweep, read
+from orchestrator.yaml_file import InputError
 
 #: Nothing phones home, Tune neither moves us to another directory nor writes what we write ourselves, and it leaves
 #: the signals to us; whoever wants otherwise sets these before.

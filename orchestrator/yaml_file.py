@@ -327,3 +327,10 @@ def emit(value: Any) -> str:
     """Write plain data with open leaves as YAML that `parse` reads back to the same."""
     options: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "default_flow_style": None, "width": 110}
     return str(yaml.dump(value, Dumper=_Dumper, **options))
+
+
+def laid_over(tree: Any, case: Any) -> Any:
+    """Return a tree in which everything that a case says is as the case says it."""
+    if not isinstance(tree, dict) or not isinstance(case, dict):
+        return case
+    return {**tree, **{key: laid_over(tree.get(key), value) for key, value in case.items()}}

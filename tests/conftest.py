@@ -19,9 +19,10 @@ from orchestrator import folder, summary
 from orchestrator.checkpoint import set_status, write_json
 from orchestrator.data import Dataset, describe, load
 from orchestrator.driver import Driver, InProcess, split_for
-from orchestrator.experiment import Experiment, read
+from orchestrator.experiment import Experiment
 from orchestrator.scratch import scratch as temporary
 from orchestrator.space import trials
+from orchestrator.sweep_file import read
 from orchestrator.worker import Worker
 
 

@@ -14,8 +14,9 @@ from algorithms.fedavg import FedAvg
 from algorithms.params import Params
 from orchestrator.cohort import Cohort
 from orchestrator.driver import Driver
-from orchestrator.experiment import InputError, read
 from orchestrator.privacy import epsilon
+from orchestrator.sweep_file import read
+from orchestrator.yaml_file import InputError
 
 
 def model(*values: float) -> Params:

@@ -17,9 +17,9 @@ from algorithms.mislas import MiSLAS
 from algorithms.params import Params
 from algorithms.tau_norm import TauNorm
 from orchestrator.client import CALL, SAMPLING, SERVER, stream
-from orchestrator.experiment import read
 from orchestrator.models import build
 from orchestrator.space import trials
+from orchestrator.sweep_file import read
 
 NETS = {"cnn_small": "cnn_small", "resnet8": {"name": "resnet8", "width": 4}}
 nets = pytest.mark.parametrize("net", NETS)

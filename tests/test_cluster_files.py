@@ -13,8 +13,8 @@ from rich.console import Console
 
 from cluster.local import EXAMPLE, text
 from orchestrator import machines
-from orchestrator.experiment import InputError
 from orchestrator.resources import HEAD, planned, share, with_those_to_come
+from orchestrator.yaml_file import InputError
 
 ROOT = Path(__file__).parents[1]
 CLOUD, LOCAL, KUBERAY = (ROOT / name for name in ("cluster.yaml", "cluster/local.yaml", "cluster/kuberay-rayjob.yaml"))

@@ -12,20 +12,9 @@ from pydantic import ValidationError
 
 import algorithms
 from algorithms.base import Algorithm, Chain, knob
-from orchestrator import experiment as module
-from orchestrator.experiment import (
-    Cluster,
-    Experiment,
-    InputError,
-    Local,
-    Schedule,
-    Search,
-    dump,
-    dump_sweep,
-    read,
-    read_experiment,
-)
-from orchestrator.yaml_file import LARGEST, WIDEST, emit, parse, scalar
+from orchestrator.experiment import Cluster, Experiment, Local, Schedule, dump, read_back
+from orchestrator.sweep_file import Search, dump_sweep, read
+from orchestrator.yaml_file import LARGEST, WIDEST, InputError, emit, parse, scalar
 
 
 def made(text: str = "", *overrides: str) -> Experiment:
@@ -514,16 +503,10 @@ def test_an_experiment_reads_back(text, tmp_path):
     e = made(text)
     assert made(dump(e)) == e
     assert dump(made(dump(e))) == dump(e)
-    (tmp_path / "e.yaml").write_text(dump(e), encoding="utf-8")
-    assert read_experiment(tmp_path / "e.yaml") == e
+    (tmp_path / "experiment.yaml").write_text(dump(e), encoding="utf-8")
+    assert read_back(tmp_path) == e
     assert Experiment.model_validate(e.model_dump(mode="json")) == e
     assert list(parse(dump(e), lambda line, column: "").value) == list(Experiment.model_fields)
-
-
-def test_one_experiment_has_nothing_open(tmp_path):
-    (tmp_path / "e.yaml").write_text("seed: !grid [1, 2]")
-    with pytest.raises(InputError, match=r"e.yaml: must leave nothing open"):
-        read_experiment(tmp_path / "e.yaml")
 
 
 def test_a_sweep_reads_back():
@@ -551,8 +534,8 @@ def test_the_loss_is_built():
 def test_reading_starts_nothing_heavy(tmp_path):
     (tmp_path / "bad.yaml").write_text("rounds: 0\nmodel: x\nsearch: {}\n")
     code = (
-        "import sys; from pathlib import Path; from orchestrator.experiment import read, InputError\n"
-        "from orchestrator.space import trials\n"
+        "import sys; from pathlib import Path; from orchestrator.space import trials\n"
+        "from orchestrator.sweep_file import read; from orchestrator.yaml_file import InputError\n"
         "trials(read(None, 'search: {samples: 2}\\nexperiment: {seed: !randint [0, 9]}'))\n"
         "try: read(Path(sys.argv[1]))\n"
         "except InputError: pass\n"
@@ -563,7 +546,7 @@ def test_reading_starts_nothing_heavy(tmp_path):
 
 def test_python_users_see_the_path_too():
     with pytest.raises(ValidationError, match=r"mu: must be >= 0"):
-        module.Experiment(algorithm={"fedprox": {"mu": -1}})
+        Experiment(algorithm={"fedprox": {"mu": -1}})
 
 
 # Numbers and texts beyond all measure --------------------------------------------------------------------------------

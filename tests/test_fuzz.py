@@ -25,11 +25,12 @@ from algorithms.priors import PRIORS
 from orchestrator import tune
 from orchestrator.data import DataError
 from orchestrator.data.sources import SOURCES
-from orchestrator.experiment import Experiment, InputError, Search, read
+from orchestrator.experiment import Experiment
 from orchestrator.models import MODELS
 from orchestrator.schedulers import SCHEDULERS
 from orchestrator.space import trials
-from orchestrator.yaml_file import KINDS, Open, emit, parse
+from orchestrator.sweep_file import Search, read
+from orchestrator.yaml_file import KINDS, InputError, Open, emit, parse
 
 SECONDS = 20  #: for one case, on a machine that does other things too
 MEMORY = 4 << 30  #: bytes that all cases together may add

@@ -30,9 +30,11 @@ from orchestrator.data.files import SUM, decode, listed
 from orchestrator.data.lists import imagenet_lt, inaturalist
 from orchestrator.data.sources import SOURCES
 from orchestrator.driver import Driver, InProcess, split_for
-from orchestrator.experiment import Experiment, InputError, dump, dump_sweep, filled_in, read
+from orchestrator.experiment import Experiment, dump
 from orchestrator.models import torchvision
+from orchestrator.sweep_file import dump_sweep, filled_in, read
 from orchestrator.worker import Worker
+from orchestrator.yaml_file import InputError
 
 RESIZE, CENTRE = (getattr(torchvision().transforms.functional, name) for name in ("resize", "center_crop"))
 SIDE, CROP = 20, 16  # what is stored of the small images here, and what networks see of that

@@ -13,10 +13,12 @@ from algorithms.priors import pseudo_counts
 from orchestrator.client import CALL, stream
 from orchestrator.data import Split
 from orchestrator.driver import Driver, InProcess
-from orchestrator.experiment import Experiment, InputError, dump, read
+from orchestrator.experiment import Experiment, dump
 from orchestrator.models import build
 from orchestrator.space import trials
+from orchestrator.sweep_file import read
 from orchestrator.worker import Worker
+from orchestrator.yaml_file import InputError
 
 PRIORS = ["local", "global", "gpi"]
 

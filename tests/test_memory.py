@@ -11,11 +11,11 @@ from torch import nn
 import search_spaces
 from orchestrator import tune
 from orchestrator.data import DATASETS, Absent, load, outline
-from orchestrator.experiment import read
 from orchestrator.memory import COPIES, FLOAT, LIBRARIES, kept_for_backward, of_actor
 from orchestrator.models import build
 from orchestrator.preflight import Checked
 from orchestrator.space import trials
+from orchestrator.sweep_file import read
 from orchestrator.worker import network
 
 FOLDER = Path(search_spaces.__file__).parent

@@ -14,8 +14,8 @@ from algorithms.fedavg import FedAvg
 from orchestrator.actors import Pool
 from orchestrator.client import CALL, stream
 from orchestrator.driver import Driver, split_for
-from orchestrator.experiment import InputError
 from orchestrator.resources import Share, concurrency, share
+from orchestrator.yaml_file import InputError
 
 HERE = {"CPU": 4.0, "GPU": 2.0, "node:here": 1.0}
 

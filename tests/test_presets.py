@@ -8,8 +8,8 @@ import pytest
 
 import algorithms
 import search_spaces
-from orchestrator.experiment import read
 from orchestrator.space import trials
+from orchestrator.sweep_file import read
 
 FOLDER = Path(search_spaces.__file__).parent
 PAPERS = "ecl", "ldae", "fedloge", "bpfed", "mupfl"

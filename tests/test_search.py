@@ -3,10 +3,11 @@
 import pytest
 
 from orchestrator import space
-from orchestrator.experiment import InputError, read
 from orchestrator.expressions import evaluate
 from orchestrator.prefixes import Cache, prefixes
 from orchestrator.search import Feeder, Proposer
+from orchestrator.sweep_file import read
+from orchestrator.yaml_file import InputError
 
 FINISHED = Feeder.FINISHED
 

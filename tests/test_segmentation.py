@@ -31,7 +31,7 @@ from orchestrator.data.maps import CAMVID, CITYSCAPES, SIZE
 from orchestrator.data.sources import SOURCES
 from orchestrator.driver import Driver, InProcess, split_for
 from orchestrator.evaluate import known_metrics
-from orchestrator.experiment import Experiment, InputError, dump_sweep, filled_in, problems, read
+from orchestrator.experiment import Experiment, problems
 from orchestrator.models.pixels import enlarge
 from orchestrator.pictures.run import pictures
 from orchestrator.preflight import check_metric
@@ -40,7 +40,9 @@ from orchestrator.saved import load as load_model
 from orchestrator.saved import save
 from orchestrator.scoring import examples_of
 from orchestrator.space import trials
+from orchestrator.sweep_file import dump_sweep, filled_in, read
 from orchestrator.worker import Worker
+from orchestrator.yaml_file import InputError
 
 ABLE = [name for name in algorithms.names() if not algorithms.find(name).per_image]
 UNABLE = [name for name in algorithms.names() if algorithms.find(name).per_image]

@@ -5,8 +5,10 @@ import re
 
 import pytest
 
-from orchestrator.experiment import Experiment, InputError, Sweep, dump_sweep, read
-from orchestrator.space import MOST, Open, Trial, check, leaves, trials, tune_domain
+from orchestrator.experiment import Experiment
+from orchestrator.space import MOST, Trial, check, leaves, trials, tune_domain
+from orchestrator.sweep_file import Sweep, dump_sweep, read
+from orchestrator.yaml_file import InputError, Open
 
 SWEEP = """\
 search: {samples: 3}

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from orchestrator.experiment import Search
 from orchestrator.summary import best, configurations, headline, main, markdown, table, write_summary
+from orchestrator.sweep_file import Search
 
 VALUES = {"0000": [0.5, 0.9, 0.6], "0001": [0.4, 0.5, 0.8], "0002": [0.9, 0.2, 0.65]}
 PARAMS = {"0000": {"mu": 1, "seed": 0}, "0001": {"mu": 1, "seed": 1}, "0002": {"mu": 2, "seed": 0}}

@@ -12,8 +12,8 @@ from mlflow.tracking import MlflowClient
 from test_command import command, in_process, run
 
 import search_spaces
-from orchestrator.experiment import read
 from orchestrator.space import leaves, trials
+from orchestrator.sweep_file import read
 from orchestrator.tune import main
 
 CHAIN = """\

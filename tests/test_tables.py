@@ -23,13 +23,14 @@ from algorithms.params import Params
 from orchestrator import tune
 from orchestrator.checkpoint import RunDirectory, set_status, write_json
 from orchestrator.data import load
-from orchestrator.experiment import InputError, dump_sweep, filled_in, read
 from orchestrator.pictures.published import Point, against
 from orchestrator.plan import plan
 from orchestrator.space import trials
+from orchestrator.sweep_file import dump_sweep, filled_in, read
 from orchestrator.table import _wanted, main, reduced
 from orchestrator.table_file import Cell, Published, Reading, Table
 from orchestrator.table_report import Outcome, Report, claims, classifier, duels, measure, outcome
+from orchestrator.yaml_file import InputError
 
 FOLDER = Path(search_spaces.__file__).with_name("tables")
 FILES = sorted(path for path in FOLDER.glob("*.yaml") if path.stem != "published")
