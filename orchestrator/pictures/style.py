@@ -18,6 +18,7 @@ R = TypeVar("R")
 
 INK, FAINT, GRID = "#222222", "#d5dce4", "#e6e6e6"
 WIDTH = 5.2  #: inches: a little more than a column, and readable on a telephone
+ROOM = 66  #: characters of tick labels that such a width has room for
 MAP = "cividis"  #: the same to all eyes, and monotone in grey
 
 
@@ -176,6 +177,7 @@ def name_ticks(axes: Axes, which: str, names: Sequence[object], most: int = 24) 
     steps = (nice * 10**power for power in range(9) for nice in (1, 2, 5))
     at = range(0, len(names), next(step for step in steps if len(names) <= step * most))
     labels = [plain(names[i], 24) for i in at]
-    long = which == "x" and sum(map(len, labels)) > 66
+    place = axes.get_subplotspec()
+    long = which == "x" and sum(map(len, labels)) > ROOM / (place.get_gridspec().ncols if place else 1)
     turned: dict[str, Any] = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if long else {}
     getattr(axes, f"set_{which}ticks")(list(at), labels, **turned)
