@@ -105,7 +105,7 @@ def small(monkeypatch):
     lt, inat = SOURCES["imagenet_lt"], SOURCES["inaturalist_user_160k"]
     (layout,) = lt.layouts
     lt = replace(lt, layouts=(replace(layout, read=imagenet_lt(4, SIDE)),), sizes=(sum(PER_CLASS), 12), crop=CROP)
-    layouts = tuple(replace(each, read=inaturalist(next(iter(each.files)), SIDE)) for each in inat.layouts)
+    layouts = tuple(replace(each, read=inaturalist(next(iter(each.files)), SIDE), sizes=None) for each in inat.layouts)
     monkeypatch.setitem(SOURCES, "imagenet_lt", lt)
     monkeypatch.setitem(SOURCES, "inaturalist_user_160k", replace(inat, layouts=layouts, crop=CROP))
 
@@ -144,6 +144,25 @@ def test_the_published_sizes_are_those_of_the_lists():
     assert [next(iter(layout.files)) for layout in SOURCES["inaturalist_user_160k"].layouts] == [
         "federated_train_user_120k.csv", "federated_train_user_160k.csv"
     ]  # fmt: skip
+    assert [layout.sizes for layout in SOURCES["inaturalist_user_160k"].layouts] == [(120_300, 35_641), None]
+
+
+def test_a_part_of_inaturalist_does_not_pass_for_the_whole(tmp_path, small, monkeypatch):
+    write_inaturalist(tmp_path / "data")
+    whole = SOURCES["inaturalist_user_160k"]
+    layouts = tuple(replace(layout, sizes=(120_300, 35_641)) for layout in whole.layouts)
+    monkeypatch.setitem(SOURCES, "inaturalist_user_160k", replace(whole, layouts=layouts))
+    with pytest.raises(DataError, match=r"training and test images, expected \(120300, 35641\)"):
+        load("inaturalist_user_160k", tmp_path / "data")
+
+
+def test_of_many_missing_images_one_is_named_and_all_are_counted(tmp_path, small):
+    write_imagenet(tmp_path / "data")
+    for path in (tmp_path / "data").glob("train/n01440764/*"):
+        path.unlink()
+    said = rf"_0\.JPEG, which the list names, cannot be read: No such.*; {PER_CLASS[0]} of {sum(PER_CLASS) + 12} files"
+    with pytest.raises(DataError, match=said):
+        load("imagenet_lt", tmp_path / "data")
 
 
 @pytest.mark.parametrize("column", ["image_id", "image_path"])

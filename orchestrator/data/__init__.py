@@ -4,8 +4,10 @@ from orchestrator.data.datasets import DATASETS, Dataset, load, outline
 from orchestrator.data.files import ImageFiles
 from orchestrator.data.maps import VOID
 from orchestrator.data.readers import Absent, DataError
-from orchestrator.data.splits import Split, describe, split
+from orchestrator.data.sources import SOURCES
+from orchestrator.data.splits import Split, check, describe, split
 
 __all__ = [
-    "DATASETS", "VOID", "Absent", "DataError", "Dataset", "ImageFiles", "Split", "describe", "load", "outline", "split",
+    "DATASETS", "SOURCES", "VOID", "Absent", "DataError", "Dataset", "ImageFiles", "Split", "check", "describe", "load",
+    "outline", "split",
 ]  # fmt: skip

@@ -192,7 +192,10 @@ def listed(root: Path, names: Sequence[str], size: Size, labels: Images | None =
     with ThreadPoolExecutor(16) as pool:  # a file server answers many questions at a time
         parts = [names[i : i + 1024] for i in range(0, len(names), 1024)]
         looks = list(pool.map(lambda part: _look(root, part), parts))
-    about = np.concatenate([np.zeros((0, 2), np.int64), *looks])
+    about = np.concatenate([np.zeros((0, 2), np.int64), *(found for found, _ in looks)])
+    if lacking := [error for _, errors in looks for error in errors]:
+        more = f"; {len(lacking):,} of {len(names):,} files are like this" if len(lacking) > 1 else ""
+        raise DataError(f"{lacking[0].filename}, which the list names, cannot be read: {lacking[0].strerror}{more}")
     return Listing(
         root=str(root.absolute()),
         size=size,
@@ -239,16 +242,17 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(8, os.cpu_count() or 1), "images")
 
 
-def _look(root: Path, names: Sequence[str]) -> Numbers:
-    """Return size and time of change of each file."""
-    about = np.empty((len(names), 2), np.int64)
+def _look(root: Path, names: Sequence[str]) -> tuple[Numbers, list[OSError]]:
+    """Return size and time of change of each file, and why some have none."""
+    about, errors = np.zeros((len(names), 2), np.int64), []
     for row, name in zip(about, names, strict=True):
         try:
             found = os.stat(root / name)
         except OSError as error:
-            raise DataError(f"{root / name}, which the list names, cannot be read: {error.strerror}") from error
-        row[:] = found.st_size, found.st_mtime_ns
-    return about
+            errors.append(error)
+        else:
+            row[:] = found.st_size, found.st_mtime_ns
+    return about, errors
 
 
 def _budget(gigabytes: str) -> int | None:

@@ -21,6 +21,7 @@ class Layout:
     folders: tuple[str, ...]
     files: Mapping[str, str]
     read: Callable[[Folder], Arrays]
+    sizes: tuple[int, int] | None = None  #: images of training and test, where a set is published in several sizes
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def find(name: str, root: str | Path | None, download: bool) -> Arrays:
     try:
         return _search(source, [*places(root), DEBIAN], looked) or _cached(source, cache, looked, download)
     except DataError as error:
-        folders = ", ".join(folder for layout in source.layouts for folder in layout.folders)
+        folders = ", ".join(dict.fromkeys(folder for layout in source.layouts for folder in layout.folders))
         raise type(error)(
             f"{name}: {error}. Looked in {', '.join(looked)} and there in {folders}. "
             f"To mend it: {source.advice}, and name the directory that holds it by the data root or by {VARIABLE}."
@@ -70,7 +71,7 @@ def _search(source: Source, roots: Iterable[Path], looked: list[str]) -> Arrays 
                 folder = Folder(path, layout.files)
                 missing = [name for name in layout.files if not folder.has(name)]
                 if not missing:
-                    return _checked(layout.read(folder), source, path)
+                    return _checked(layout.read(folder), layout.sizes or source.sizes, path)
                 if len(missing) < len(layout.files):
                     incomplete.append(f"{path} lacks {', '.join(missing)}")
         if incomplete:  # to say so is better than to pass over files which the user believes are used
@@ -78,10 +79,10 @@ def _search(source: Source, roots: Iterable[Path], looked: list[str]) -> Arrays 
     return None
 
 
-def _checked(arrays: Arrays, source: Source, path: Path) -> Arrays:
+def _checked(arrays: Arrays, published: tuple[int, int] | None, path: Path) -> Arrays:
     sizes = len(arrays.x_train), len(arrays.x_test)
-    if source.sizes not in (None, sizes):
-        raise DataError(f"{path} holds {sizes} training and test images, expected {source.sizes}")
+    if published not in (None, sizes):
+        raise DataError(f"{path} holds {sizes} training and test images, expected {published}")
     return arrays
 
 
@@ -139,7 +140,8 @@ CIFAR100_BINARY = {"train.bin": "", "test.bin": ""}
 MNIST = {f"{kind}-{what}-ubyte": "" for kind in ("train", "t10k") for what in ("images-idx3", "labels-idx1")}
 TINY_IMAGENET = {"wnids.txt": "", "val/val_annotations.txt": ""}
 IMAGENET_LT = {"ImageNet_LT_train.txt": "", "ImageNet_LT_test.txt": ""}
-INATURALIST = [f"federated_train_user_{size}.csv" for size in ("120k", "160k")]  # published as 120k, 160k in FedLoGe
+#: Its tables by users, and how many images are published of each; FedLoGe's 160k is not to be had.
+INATURALIST = {"federated_train_user_120k.csv": (120_300, 35_641), "federated_train_user_160k.csv": None}
 
 SOURCES = {
     "fashion_mnist": Source(
@@ -225,8 +227,9 @@ SOURCES = {
                 ("inaturalist-user-120k", "inaturalist-user-160k", "inaturalist", "inaturalist/inaturalist-user-120k"),
                 {train: "", "test.csv": ""},
                 inaturalist(train),
+                sizes,
             )
-            for train in INATURALIST
+            for train, sizes in INATURALIST.items()
         ),
         advice="unpack inaturalist-user-120k.zip (google-research/federated_vision_datasets on GitHub) and beside it "
         "train_val_images.tar.gz of iNaturalist 2017 (github.com/visipedia/inat_comp)",

@@ -169,15 +169,20 @@ def split(
     return replace(made, server=auxiliary(y, np.full(dataset.classes, server_images), kept, train, seed))
 
 
+def check(name: str, images: int | None, classes: int, clients: int, classes_per_client: int) -> None:
+    """Refuse what cannot be divided, as far as that is known without images."""
+    if not 1 <= classes_per_client <= classes:
+        raise DataError(f"classes_per_client must be 1 to {classes}, the classes of {name}, not {classes_per_client}")
+    if images is not None and clients > images:
+        raise DataError(f"{images} images cannot be divided among {clients} clients: use 1 to {images} clients")
+
+
 def _of_pixels(
     dataset: Dataset, clients: int, imbalance: float, validation: float, seed: int, classes_per_client: int
 ) -> Split:
     """Divide images at random; client k knows the classes k, k + 1, ... and is tested on all test images (MuPFL)."""
     classes = dataset.classes
-    if not 1 <= classes_per_client <= classes:
-        raise DataError(
-            f"classes_per_client must be 1 to {classes}, the classes of {dataset.name}, not {classes_per_client}"
-        )
+    check(dataset.name, None, classes, clients, classes_per_client)
     known = (np.arange(clients)[:, None] + np.arange(classes_per_client)) % classes
     train, held = [], []
     for k, rows in enumerate(foreground(len(dataset.y_train), clients, imbalance, seed)):
