@@ -18,7 +18,7 @@ class FedRoD(FedAvg):
     """FedAvg with a balanced risk; a private classifier on the same features learns what is left to the client."""
 
     card: ClassVar[Card] = Card("personalized", keeps="a second classifier")
-    per_image: ClassVar[str] = "its balanced risk is of one label an image"
+    per_image: ClassVar[str] = "its balanced risk is written for one label an image"
     count_power: float = knob(1.0, ge=0)  #: gamma, exponent of the local class counts in the balanced risk; 0: CE
 
     def client_state(self, client: Client, model: Params) -> dict[str, Any]:

@@ -115,8 +115,11 @@ class Data(Part):
     @field_validator("alpha")
     @classmethod
     def _drawn(cls, alpha: float, info: ValidationInfo) -> float:
-        if alpha != cls.model_fields["alpha"].default and info.data.get("partition") == "by_user":
-            raise ValueError("is of partitions by class; by_user goes by users alone: leave alpha out")
+        own = {"by_user": "users", "foreground": "the classes of pixels"}.get(
+            partition := info.data.get("partition", "")
+        )
+        if own and alpha != cls.model_fields["alpha"].default:
+            raise ValueError(f"is of partitions by class; {partition} goes by {own} alone: leave alpha out")
         return alpha
 
     @field_validator("classes_per_client")

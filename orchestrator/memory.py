@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from orchestrator import evaluate, segmentation
 from orchestrator.data import Dataset, ImageFiles
 from orchestrator.experiment import Experiment
 
@@ -42,13 +43,30 @@ def kept_for_backward(network: nn.Module, shape: tuple[int, ...], batch: int) ->
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
+def passed_forward(network: nn.Module, shape: tuple[int, ...], batch: int) -> int:
+    """Return the bytes that a forward pass alone holds at one time: a layer's two ends, and a shortcut past it."""
+    network, ends = copy.deepcopy(network).to("meta").eval(), [(0, 0)]
+
+    def note(_: nn.Module, given: tuple[Tensor, ...], result: Tensor) -> None:
+        ends.append((sum(t.nbytes for t in given if isinstance(t, Tensor)), result.nbytes))
+
+    for layer in network.modules():
+        if not any(layer.children()):
+            layer.register_forward_hook(note)
+    with torch.no_grad():
+        network(torch.empty(batch, *shape, device="meta"))
+    return max(map(sum, ends)) + max(out for _, out in ends)
+
+
 def of_actor(experiment: Experiment, network: nn.Module, dataset: Dataset, gpu: bool) -> int:
-    """Estimate the bytes of one actor: its process, copies of the weights, one batch, and on a GPU the data.
+    """Estimate the bytes of one actor: its process, copies of the weights, one batch or block, and on a GPU the data.
 
     On a CPU the images are shared by all actors of a machine, and those in files are never held whole.
     """
     memories = any(part.card.keeps for part in experiment.chain().parts)
     batch = 2 * kept_for_backward(network, dataset.shape, experiment.local.batch)  # and as much again for gradients
+    block = segmentation.BLOCK if dataset.segmented else evaluate.BLOCK
+    batch = max(batch, passed_forward(network, dataset.shape, block))
     held = [int(x.nbytes) for x in (dataset.x_train, dataset.x_test) if gpu and not isinstance(x, ImageFiles)]
     copies = COPIES + bool(experiment.local.momentum) + memories
     return int(LIBRARIES + copies * weights(network) + batch + sum(held))

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from orchestrator import memory
-from orchestrator.data import DATASETS, Absent, DataError, Dataset, load, outline
+from orchestrator.data import DATASETS, SOURCES, Absent, DataError, Dataset, check, load, outline
 from orchestrator.driver import data_key, split_for
 from orchestrator.evaluate import known_metrics
 from orchestrator.experiment import Experiment, dump
@@ -68,7 +68,10 @@ class Checked:
         try:
             if key not in self.datasets:
                 self.datasets[key] = self._load(key, e)
-            if key not in self.missing and (e.data, e.seed) not in self._digests:
+            if key in self.missing:
+                images = (SOURCES[e.data.name].sizes or (None,))[0]
+                check(e.data.name, images, self.datasets[key].classes, e.data.clients, e.data.classes_per_client)
+            elif (e.data, e.seed) not in self._digests:
                 self._digests[e.data, e.seed] = split_for(e, self.datasets[key]).digest
         except DataError as error:
             raise InputError([f"data (trial {trial.id}): {error}"]) from None
@@ -146,6 +149,32 @@ def shares(trials: Sequence[Trial], search: Search, options: argparse.Namespace)
     return at_a_time, {t.id: share(t.experiment, here, at_a_time, "here") for t in trials}
 
 
+def crowd(trials: Sequence[Trial], got: Mapping[str, Share], at_a_time: int, checked: Checked) -> tuple[float, bool]:
+    """Return the bytes that trials need at one time, at most: on each GPU if they use any, else on the machine."""
+    each = [(got[t.id], checked.memory(t.experiment, got[t.id].gpu > 0)) for t in trials]
+    on_gpus = [max(1, min(int(1 / s.gpu + 1e-9), s.actors * at_a_time)) * bytes for s, bytes in each if s.gpu]
+    if on_gpus:
+        return max(on_gpus), True
+    return sum(sorted((s.actors * bytes for s, bytes in each), reverse=True)[:at_a_time]), False
+
+
+def warn(needed: float, on_gpu: bool, console: Console) -> None:
+    """Say so if actors are likely to need more memory than there is; it is an estimate, and refuses nothing."""
+    if not on_gpu:
+        there, what = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), "this machine has"
+    elif torch.cuda.is_available():
+        there, what = float(torch.cuda.get_device_properties(0).total_memory), "a GPU here has"
+    else:
+        return  # GPUs by name only, as tests have them
+    if needed > there:
+        console.print(
+            f"warning: client actors are likely to need {needed / 2**30:.1f} GiB of memory at a time, and {what} "
+            f"{there / 2**30:.1f}; lower search.concurrent, cluster.actors or local.batch",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
 def show(
     trials: Sequence[Trial],
     got: Mapping[str, Share],
@@ -165,5 +194,9 @@ def show(
         console.print(dump(trial.experiment), markup=False, highlight=False)
     for reason in checked.missing.values():
         console.print(f"not here yet: {reason}", markup=False, highlight=False)
-    where = f", {at_a_time} at a time on this machine" if got else ""
+    where = ""
+    if got:
+        needed, on_gpu = crowd(trials, got, at_a_time, checked)
+        place = "on each GPU" if on_gpu else "in all"
+        where = f", {at_a_time} at a time on this machine, with about {needed / 2**30:.1f} GiB of memory {place}"
     console.print(f"{len(trials)} trial(s){where}{more}; nothing was started.")

@@ -138,6 +138,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
         preflight.knock(options.address)
     # What a cluster has is known only once it is joined.
     at_a_time, shares = (0, {}) if options.address else preflight.shares(examples, sweep.search, options)
+    if shares and not options.dry_run:
+        preflight.warn(*preflight.crowd(examples, shares, at_a_time, checked), console)
     if options.dry_run:
         optuna = sweep.search.searcher == "optuna"
         more = f", {sweep.search.samples} proposed by optuna, of which these are possible ones" if optuna else ""

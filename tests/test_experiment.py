@@ -206,6 +206,9 @@ def test_only_sets_that_name_users_are_divided_by_them():
     assert wrong("data: {name: inaturalist_user_160k, partition: by_user, alpha: 0.1}") == [
         "1:64: data.alpha: is of partitions by class; by_user goes by users alone: leave alpha out"
     ]
+    assert wrong("data: {name: cityscapes, alpha: 0.1}") == [
+        "1:33: data.alpha: is of partitions by class; foreground goes by the classes of pixels alone: leave alpha out"
+    ]
 
 
 @dataclass(frozen=True)

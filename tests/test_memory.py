@@ -2,18 +2,21 @@
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import tiny
+from rich.console import Console
 from torch import nn
 
 import search_spaces
 from orchestrator import tune
 from orchestrator.data import DATASETS, Absent, load, outline
-from orchestrator.memory import COPIES, FLOAT, LIBRARIES, kept_for_backward, of_actor
+from orchestrator.memory import COPIES, FLOAT, LIBRARIES, kept_for_backward, of_actor, passed_forward
 from orchestrator.models import build
-from orchestrator.preflight import Checked
+from orchestrator.preflight import Checked, crowd, warn
+from orchestrator.resources import Share
 from orchestrator.space import trials
 from orchestrator.sweep_file import read
 from orchestrator.worker import network
@@ -57,12 +60,20 @@ def test_one_storage_counts_once():
     assert kept_for_backward(Learnt(), (3,), 5) == 3 * 5 * 3 * FLOAT
 
 
+def test_what_a_forward_pass_holds_at_one_time_by_hand():
+    net = build("cnn_small", (1, 8, 8), 10)
+    largest = 2 * 32 * 8 * 8  # the map of the second convolution, which its ReLU takes and gives
+    assert passed_forward(net, (1, 8, 8), 2) == FLOAT * (2 * largest + largest)
+    assert passed_forward(net, (1, 8, 8), 4) == 2 * passed_forward(net, (1, 8, 8), 2)
+    assert not any(p.is_meta for p in net.parameters())
+
+
 def test_an_actor_by_hand():
     data = load("digits")
     plain = tiny(local={"momentum": 0.0, "batch": 4})
     net = network(plain, data)
     weights = FLOAT * sum(p.numel() for p in net.parameters())
-    base = LIBRARIES + 2 * kept_for_backward(net, data.shape, 4)
+    base = LIBRARIES + max(2 * kept_for_backward(net, data.shape, 4), passed_forward(net, data.shape, 256))
     assert of_actor(plain, net, data, gpu=False) == base + COPIES * weights
     assert of_actor(plain, net, data, gpu=True) == base + COPIES * weights + data.x_train.nbytes + data.x_test.nbytes
     own = tiny(algorithm="ditto", local={"momentum": 0.9, "batch": 4})
@@ -99,10 +110,49 @@ def test_a_dry_run_tells_what_is_missing_and_a_real_one_refuses(monkeypatch, tmp
     out = " ".join(capsys.readouterr().out.split())
     assert "# asks for 4 client actor(s) with 1 CPU, 0.5 GPU and about 1.3 GiB of memory each" in out
     assert "not here yet: cityscapes: its files were not found." in out
+    assert "1 trial(s), 1 at a time on this machine, with about 2.7 GiB of memory on each GPU; nothing was" in out
     assert "of cityscapes-dataset.com" in out
     assert tune.main(words) == 2
     assert "cityscapes: its files were not found" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ("clients: 2976", "2975 images cannot be divided among 2976 clients: use 1 to 2975 clients"),
+        ("clients: 4, classes_per_client: 20", "classes_per_client must be 1 to 19, the classes of cityscapes, not 20"),
+    ],
+)
+def test_a_dry_run_refuses_what_no_copy_of_the_data_could_mend(monkeypatch, tmp_path, capsys, part, said):
+    nowhere(monkeypatch, tmp_path)
+    file = tmp_path / "streets.yaml"
+    file.write_text(f"data: {{name: cityscapes, {part}}}\nclients_per_round: 1\n")
+    assert tune.main([str(file), "--out", str(tmp_path / "out"), "--dry-run"]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def planned(*shares):
+    """Return trials whose actors need 1, 2, 3, ... GiB each, and what they would get."""
+    found = [SimpleNamespace(id=str(i), experiment=i + 1) for i in range(len(shares))]
+    sizes = SimpleNamespace(memory=lambda e, gpu: e * 2**30)
+    return found, {str(i): Share(actors, 1.0, gpu, 0.0, "here") for i, (actors, gpu) in enumerate(shares)}, sizes
+
+
+def test_the_memory_of_all_that_run_at_a_time():
+    found, got, sizes = planned((4, 0.0), (2, 0.0), (1, 0.0))
+    assert crowd(found, got, 2, sizes) == ((4 * 1 + 2 * 2) * 2**30, False)
+    found, got, sizes = planned((4, 0.25), (2, 0.5), (1, 2.0))
+    assert crowd(found, got, 1, sizes) == (4 * 2**30, True), "4 x 1 and 2 x 2 on one GPU, and 3 on two"
+    assert crowd(found, got, 4, sizes) == (4 * 2**30, True), "more find no place on it"
+
+
+def test_too_little_memory_is_told_before_anything_starts():
+    console = Console(record=True, width=300)
+    warn(2.0**30, False, console)
+    assert console.export_text() == ""
+    warn(2.0**50, False, console)
+    assert "likely to need 1048576.0 GiB of memory at a time, and this machine has" in console.export_text()
 
 
 @cache
