@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slow chaos lint bench catalogue clean
+.PHONY: demo test test-slow chaos lint bench catalogue tables clean
 
 demo: .venv/ready
 	$(BIN)/python -m orchestrator.tune
@@ -34,6 +34,10 @@ bench: .venv/ready
 
 catalogue: .venv/ready
 	$(BIN)/python -m orchestrator.catalogue README.md
+
+# The tables of README.md and docs/, from what is kept in results/.
+tables: .venv/ready
+	$(BIN)/python results/documents.py
 
 .venv/cluster: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,cluster]'

@@ -1,0 +1,283 @@
+"""`python results/documents.py`: write the tables of README.md and docs/ again, from what is kept in results/.
+
+A table stands between `<!-- NAME -->` and `<!-- end -->`; below is what each name shows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from orchestrator.comparison import by_seed, paired_t
+from orchestrator.findings import Report, collect
+from orchestrator.runs import runs_of
+from orchestrator.summary import Configuration, extremes, history
+
+RESULTS = Path(__file__).parent
+DOCUMENTS = [RESULTS.parent / "README.md", *sorted((RESULTS.parent / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(<!-- (\w+(?: \w+)*) -->\n)(?:(?!<!--).)*(<!-- end -->)", re.DOTALL)
+NEAR = 3.0  #: points that count as reproduced
+SURE = 0.05
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of Markdown."""
+    lines = [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in (head, *rows)]
+    return "\n".join([lines[0], f"|{'---|' * len(head)}", *lines[1:]]) + "\n"
+
+
+def percent(values: Sequence[float], digits: int = 1) -> str:
+    """Return mean and standard deviation of shares in percent."""
+    if not values:
+        return "-"
+    spread = f" ± {100 * stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{100 * mean(values):.{digits}f}{spread}"
+
+
+def significant(p: float | None) -> str:
+    """Return a p-value with two digits."""
+    return "too few" if p is None else f"{p:.2g}"
+
+
+# Published tables -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def published(name: str) -> Mapping[str, Any]:
+    """Return the record of a table."""
+    found: Mapping[str, Any] = json.loads((RESULTS / name / "table.json").read_text(encoding="utf-8"))
+    return found
+
+
+def beside(name: str) -> str:
+    """Show the published number and ours, bold if near, in the columns that have been run."""
+    cells = {(c["row"], c["column"]): c for c in published(name)["cells"]}
+    ran = {column for (_, column), cell in cells.items() if cell["values"]}
+    columns = [column for column in dict.fromkeys(column for _, column in cells) if column in ran]
+    common = {column.split(", ")[0] for column in columns}
+    shown = [column.split(", ", 1)[1] if len(common) == 1 else column for column in columns]
+    rows = [[row, *(_cell(cells[row, column]) for column in columns)] for row in dict.fromkeys(row for row, _ in cells)]
+    return grid(["", *shown], rows)
+
+
+def _cell(cell: Mapping[str, Any]) -> str:
+    if not cell["values"]:
+        return f"{cell['published']:.2f}; not run yet"
+    ours = f"{cell['ours']:.1f}" + (f" ± {cell['spread']:.1f}" if cell["spread"] is not None else "")
+    return f"{cell['published']:.2f}; " + (f"**{ours}**" if abs(cell["difference"]) <= NEAR else ours)
+
+
+def duels(name: str, key: str = "duels") -> str:
+    """Say by how much the paper's best method is better than each other one, in pairs of one split and seed."""
+    lines = []
+    for duel in published(name)[key]:
+        ahead, p = duel["ahead"], duel["p"]
+        won = f"ahead in {sum(d > 0 for d in ahead)} of {len(ahead)} pairs"
+        lines.append(
+            f"- {duel['best']} over {duel['other']}: {mean(ahead):+.1f} points on average, {won}, p = {p:.2g}.\n"
+        )
+    return "".join(lines)
+
+
+def fingerprint(name: str) -> str:
+    """Name the runs of a table."""
+    return f"Fingerprint of the runs: `{published(name)['fingerprint'][:12]}`.\n"
+
+
+# Sweeps ---------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def sweep(name: str) -> Report:
+    """Read a sweep."""
+    return collect([RESULTS / name])
+
+
+def configuration(name: str, trial: str) -> Configuration:
+    """Return the configuration that a trial is of; one of another sweep is named with it."""
+    *other, trial = trial.split("/")
+    name = other[0] if other else name
+    return next(c for c in sweep(name).configurations if trial in [t["id"] for t in c.trials])
+
+
+def means(name: str, rows: Mapping[str, str], metrics: Mapping[str, str], seeds: int = 3) -> str:
+    """Show mean and deviation over seeds of what these trials are of; metrics by the head of their column."""
+    lines = []
+    for label, trial in rows.items():
+        own = configuration(name, trial)
+        count = max(len(own.values(metric)) for metric in metrics)
+        label += "" if count == seeds else f" ({count} seeds)" if count > 1 else " (1 seed)"
+        lines.append([label, *(percent(own.values(metric)) for metric in metrics)])
+    return grid(["", *metrics.values()], lines)
+
+
+Claim = tuple[str, str, str, str]  # in words, the trial that is said to be better, than which, by which metric
+
+
+def claims(name: str, asked: Sequence[Claim]) -> str:
+    """Test claims in pairs of one split and seed."""
+    rows = []
+    for text, better, than, metric in asked:
+        apart = by_seed(configuration(name, better), configuration(name, than), metric)
+        p, won = paired_t(apart).p, f"{sum(d > 0 for d in apart)} of {len(apart)}"
+        sure = p is not None and p < SURE
+        above = mean(apart) > 0
+        said = (
+            ("**holds**" if above else "**does not hold**") if sure else f"{'ahead' if above else 'behind'}, not surely"
+        )
+        rows.append([text, f"`{metric}`", f"{100 * mean(apart):+.1f}", won, significant(p), said])
+    return grid(["claim", "metric", "points", "ahead in", "p", "here"], rows)
+
+
+def orders(name: str) -> str:
+    """Show mIoU by classes a client and local epochs, and in brackets that of the classes alone, without background."""
+    cells = {}
+    for own in sweep(name).configurations:
+        runs = runs_of(own)
+        alone = mean(
+            v for run in runs for line in run.per_class if line["test"] and (v := line["personal_iou"]) is not None
+        )
+        at = runs[0].experiment["data"]["classes_per_client"], runs[0].experiment["local"]["epochs"]
+        cells[at] = f"{percent(own.values('personal/miou'))} ({100 * alone:.1f})"
+    many, epochs = ([*dict.fromkeys(sorted(at[i] for at in cells))] for i in (0, 1))
+    rows = [[f"{c} class{'es' * (c > 1)} a client", *(cells[c, e] for e in epochs)] for c in many]
+    return grid(["`personal/miou` (foreground alone)", *(f"{e} epoch{'s' * (e > 1)}" for e in epochs)], rows)
+
+
+def before(name: str, rows: Sequence[str], phase: str) -> str:
+    """Show what cells of a table would be by the model before a phase, which is their last."""
+    lines = []
+    cells = [c for c in published(name)["cells"] if c["row"] in rows and c["values"]]
+    columns = list(dict.fromkeys(c["column"] for c in cells))
+    for row in rows:
+        line = [row]
+        for column in columns:
+            trials = next((c["trials"] for c in cells if (c["row"], c["column"]) == (row, column)), [])
+            logs = [history(RESULTS / name / "trials" / trial) for trial in trials]
+            earlier = [extremes([line for line in log if line["phase"] != phase])[0] for log in logs]
+            line.append(percent([last["personal/acc_dist"] for last in earlier]))
+        lines.append(line)
+    return grid(["", *(column.split(", ", 1)[1] for column in columns)], lines)
+
+
+# What is shown where --------------------------------------------------------------------------------------------------
+
+CIFAR10 = {
+    "FedAvg": "0000",
+    "FedPer": "0003",
+    "BPFed, stage 2 with cross entropy alone": "0006",
+    "… + mixup": "0009",
+    "… + feature augmentation": "0012",
+    "… + smoothing over all classes": "0015",
+    "**BPFed** (… over owned classes)": "0018",
+    "FedAvg, BSM with local counts": "0021",
+    "FedAvg, BSM with the true global prior": "0024",
+    "FedAvg, BSM with GPI": "0027",
+    "**LDAE** with GPI": "0030",
+    "FedAvg, BSM with GPI of at least 100 images a class": "0033",
+    "**LDAE** with GPI of at least 100 images a class": "0034",
+    "FedLoGe, ETF alone": "0039",
+    "FedLoGe, SSE-C alone": "0042",
+    "SSE-C and GA-FR": "0045",
+    "SSE-C and LA-FR": "0048",
+    "**FedLoGe** (SSE-C, GA-FR, LA-FR)": "0051",
+    "FedAFA": "0054",
+}
+COLUMNS = {
+    "generic/acc": "`generic/acc`",
+    "personal/acc_owned": "`personal/acc_owned`",
+    "personal/acc_dist": "`personal/acc_dist`",
+    "validation/acc_owned": "held out, owned",
+}
+OWNED, GENERIC, MIX = "personal/acc_owned", "generic/acc", "personal/acc_dist"
+CLAIMS: list[Claim] = [
+    ("BPFed over FedPer", "0018", "0003", OWNED),
+    ("BPFed over FedAvg", "0018", "0000", OWNED),
+    ("BPFed over FedAFA", "0018", "0054", OWNED),
+    ("BPFed, Table 4: mixup helps", "0009", "0006", OWNED),
+    ("… feature augmentation helps", "0012", "0009", OWNED),
+    ("… smoothing over all classes helps", "0015", "0012", OWNED),
+    ("… and more so over owned classes", "0018", "0015", OWNED),
+    ("LDAE, Table 2: GPI serves BSM as well as the true prior", "0027", "0024", GENERIC),
+    ("… GPI serves BSM better than local counts (by 0.1 points, as published)", "0027", "0021", GENERIC),
+    ("… the same with GPI of at least 100 images a class", "0033", "0021", GENERIC),
+    ("LDAE over BSM, both with GPI", "0030", "0027", GENERIC),
+    ("… the same with GPI of at least 100 images a class", "0034", "0033", GENERIC),
+    ("FedLoGe over FedAvg, generic model", "0051", "0000", GENERIC),
+    ("FedLoGe over FedAvg, personal model", "0051", "0000", MIX),
+    ("FedLoGe, Table 3: SSE-C over ETF", "0042", "0039", GENERIC),
+    ("… GA-FR helps the generic model", "0045", "0042", GENERIC),
+    ("… LA-FR helps the personal model", "0048", "0042", MIX),
+    ("… on the classes that clients own", "0048", "0042", OWNED),
+]
+SHORT: list[Claim] = [
+    ("BPFed over FedPer", "0018", "0003", OWNED),
+    ("BPFed's parts: mixup", "0009", "0006", OWNED),
+    ("… feature augmentation", "0012", "0009", OWNED),
+    ("… smoothing", "0018", "0012", OWNED),
+    ("LDAE over BSM, both with GPI", "0030", "0027", GENERIC),
+    ("… both with GPI of at least 100 images a class", "0034", "0033", GENERIC),
+    ("GPI serves BSM as well as the true prior", "0027", "0024", GENERIC),
+    ("FedLoGe over FedAvg, generic model", "0051", "0000", GENERIC),
+    ("… personal model", "0051", "0000", MIX),
+]
+PIXELS = {
+    "personal/miou": "`personal/miou`",
+    "personal/macc": "`personal/macc`",
+    "generic/miou": "`generic/miou`",
+    "generic/macc": "`generic/macc`",
+    "validation/miou": "held out, `miou`",
+}
+CAMVID = {
+    "FedRep, rate 0.03": "0014",
+    "Local, rate 0.03": "0002",
+    "Ditto, rate 0.01": "0008",
+    "MuPFL, rate 0.03": "0018",
+    "FedAvg, rate 0.01": "0004",
+}
+CAMVID_PARTS = {
+    "FedAvg, then five epochs of each client's own": "0000",
+    "MuPFL as above: BAVD zeroes activations below the mean of the map": "camvid/0018",
+    "BAVD zeroes places of the map below its mean": "0004",
+    "BAVD keeps the largest nine tenths of the places": "0006",
+    "without BAVD": "0002",
+    "without BAVD and PKCF": "0008",
+}
+OF_PARTS = {"personal/miou": "`personal/miou`", "validation/miou": "held out"}
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "ecl_2": lambda: beside("ecl_2"),
+    "ecl_2 duels": lambda: duels("ecl_2"),
+    "ecl_2 masked duels": lambda: duels("ecl_2", "masked_duels"),
+    "ecl_2 fingerprint": lambda: fingerprint("ecl_2"),
+    "mupfl_2": lambda: beside("mupfl_2"),
+    "mupfl_2 duels": lambda: duels("mupfl_2"),
+    "mupfl_2 fingerprint": lambda: fingerprint("mupfl_2"),
+    "camvid": lambda: means("camvid", CAMVID, PIXELS, seeds=2),
+    "camvid parts": lambda: means("camvid_parts", CAMVID_PARTS, OF_PARTS, seeds=2),
+    "camvid orders": lambda: orders("camvid_orders"),
+    "cifar10": lambda: means("cifar10", CIFAR10, COLUMNS),
+    "cifar10 claims": lambda: claims("cifar10", CLAIMS),
+    "cifar10 claims short": lambda: claims("cifar10", SHORT),
+}
+
+
+def written(document: str) -> str:
+    """Return a document with its tables as they are today."""
+    return BLOCK.sub(
+        lambda found: f"{found[1]}{BLOCKS[found[2]]() if found[2] in BLOCKS else found[3]}{found[3]}", document
+    )
+
+
+if __name__ == "__main__":
+    for path in DOCUMENTS:
+        old = path.read_text(encoding="utf-8")
+        if old != (new := written(old)):
+            path.write_text(new, encoding="utf-8")
+            sys.stdout.write(f"written again: {path.relative_to(RESULTS.parent)}\n")
