@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from orchestrator import evaluate, segmentation
 from orchestrator.data import Dataset, ImageFiles
 from orchestrator.experiment import Experiment
+from orchestrator.models import Network
+from orchestrator.worker import MEMO
 
 FLOAT = 4  #: bytes
 LIBRARIES = 400 * 2**20  #: bytes of a process that has torch, Ray and our modules (370 MB on Linux without a GPU)
@@ -58,15 +60,28 @@ def passed_forward(network: nn.Module, shape: tuple[int, ...], batch: int) -> in
     return max(map(sum, ends)) + max(out for _, out in ends)
 
 
-def of_actor(experiment: Experiment, network: nn.Module, dataset: Dataset, gpu: bool) -> int:
-    """Estimate the bytes of one actor: its process, copies of the weights, one batch or block, and on a GPU the data.
+def shared_while_scoring(network: Network, shape: tuple[int, ...], images: int, clients: int) -> int:
+    """Return the bytes of maps, features and logits that a worker keeps for other clients at the most."""
+    network = copy.deepcopy(network).to("meta").eval()
+    stem, stage = network.halves()
+    with torch.no_grad():
+        map_ = stem(torch.empty(images, *shape, device="meta"))
+        features = stage(map_)
+        logits = network.head(features)
+    return int(min(MEMO, clients * sum(t.nbytes for t in (map_, features, logits))))
+
+
+def of_actor(experiment: Experiment, network: Network, dataset: Dataset, gpu: bool) -> int:
+    """Estimate the bytes of one actor: its process, copies of the weights, a batch or a block, and on a GPU the data.
 
     On a CPU the images are shared by all actors of a machine, and those in files are never held whole.
     """
     memories = any(part.card.keeps for part in experiment.chain().parts)
     batch = 2 * kept_for_backward(network, dataset.shape, experiment.local.batch)  # and as much again for gradients
     block = segmentation.BLOCK if dataset.segmented else evaluate.BLOCK
-    batch = max(batch, passed_forward(network, dataset.shape, block))
+    scoring = passed_forward(network, dataset.shape, block)
+    scoring += shared_while_scoring(network, dataset.shape, block, experiment.data.clients)
+    batch = max(batch, scoring)
     held = [int(x.nbytes) for x in (dataset.x_train, dataset.x_test) if gpu and not isinstance(x, ImageFiles)]
     copies = COPIES + bool(experiment.local.momentum) + memories
     return int(LIBRARIES + copies * weights(network) + batch + sum(held))

@@ -61,7 +61,7 @@ def prefixes(experiment: Experiment, digest: str, device: str = "cpu") -> list[P
         "failures": experiment.failures.model_dump(include={"bad_update", "dropout", "stragglers", "timeout"}),
         "threads": experiment.cluster.threads,
         "device": device,
-        "experts": [part.experts for part in chain],
+        "experts": sorted({part.experts for part in chain} - {None}) or [None],  # of the network that all of it trains
         "versions": versions(),
     }
     for end, turn in enumerate(turns, 1):

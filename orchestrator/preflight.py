@@ -19,12 +19,13 @@ from orchestrator.driver import data_key, split_for
 from orchestrator.evaluate import known_metrics
 from orchestrator.experiment import Experiment, dump
 from orchestrator.models import Network
-from orchestrator.resources import Share, concurrency, share
+from orchestrator.resources import Share, concurrency, least_share, share
 from orchestrator.space import Trial
 from orchestrator.sweep_file import Search
 from orchestrator.worker import network
 from orchestrator.yaml_file import InputError
 
+GPU_MEMORY = 16 * 2**30  #: bytes, of a GPU that is not on this machine: the least that one rents for training
 ROUNDS = 1_000_000  #: of a run: all of them are planned before the first
 
 
@@ -102,6 +103,10 @@ class Checked:
             self._memory[key] = memory.of_actor(e, self._built[self._form(e)], self.dataset(e), gpu)
         return self._memory[key]
 
+    def gpu_share(self, e: Experiment) -> float:
+        """Estimate the share of a GPU without which one client actor finds too little memory."""
+        return least_share(self.memory(e, gpu=True), gpu_memory())
+
     def _form(self, e: Experiment) -> Any:
         return data_key(e), e.model, tuple(part.experts for part in e.chain().parts), e.aggregation[0]
 
@@ -140,13 +145,21 @@ def knock(address: str) -> None:
             ) from None
 
 
-def shares(trials: Sequence[Trial], search: Search, options: argparse.Namespace) -> tuple[int, dict[str, Share]]:
+def gpu_memory() -> float:
+    """Return the bytes of the smallest GPU of this machine, or what is assumed of GPUs elsewhere."""
+    there = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    return float(min(there, default=GPU_MEMORY))
+
+
+def shares(
+    trials: Sequence[Trial], search: Search, options: argparse.Namespace, checked: Checked
+) -> tuple[int, dict[str, Share]]:
     """Return how many trials would run at a time on this machine, and what each would get; refuse what cannot fit."""
     cpus = options.num_cpus if options.num_cpus is not None else float(os.cpu_count() or 1)
     gpus = options.num_gpus if options.num_gpus is not None else float(torch.cuda.device_count())
     here = [{"CPU": cpus, "GPU": gpus, "node:here": 1.0}]
-    at_a_time = concurrency([t.experiment for t in trials], search.concurrent, here)
-    return at_a_time, {t.id: share(t.experiment, here, at_a_time, "here") for t in trials}
+    at_a_time = concurrency([t.experiment for t in trials], search.concurrent, here, checked.gpu_share)
+    return at_a_time, {t.id: share(t.experiment, here, at_a_time, "here", checked.gpu_share) for t in trials}
 
 
 def crowd(trials: Sequence[Trial], got: Mapping[str, Share], at_a_time: int, checked: Checked) -> tuple[float, bool]:
@@ -163,7 +176,7 @@ def warn(needed: float, on_gpu: bool, console: Console) -> None:
     if not on_gpu:
         there, what = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), "this machine has"
     elif torch.cuda.is_available():
-        there, what = float(torch.cuda.get_device_properties(0).total_memory), "a GPU here has"
+        there, what = gpu_memory(), "a GPU here has"
     else:
         return  # GPUs by name only, as tests have them
     if needed > there:
@@ -197,6 +210,9 @@ def show(
     where = ""
     if got:
         needed, on_gpu = crowd(trials, got, at_a_time, checked)
-        place = "on each GPU" if on_gpu else "in all"
+        place = "in all"
+        if on_gpu:
+            known = torch.cuda.is_available()
+            place = "on each GPU" if known else f"on each GPU (of {gpu_memory() / 2**30:g} GiB, as none is here to ask)"
         where = f", {at_a_time} at a time on this machine, with about {needed / 2**30:.1f} GiB of memory {place}"
     console.print(f"{len(trials)} trial(s){where}{more}; nothing was started.")

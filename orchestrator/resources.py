@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from orchestrator.experiment import Experiment
 from orchestrator.yaml_file import InputError
 
 Nodes = Sequence[Mapping[str, float]]  # the resources of each machine
+Needs = Callable[[Experiment], float]  # the share of a GPU without which an actor of a trial finds too little memory
 HEAD = "node:__internal_head__"  #: what only the head of a cluster has
 PLAN = Path("~/ray_bootstrap_config.yaml").expanduser()  #: where `ray up` leaves the cluster's description on its head
 
@@ -56,11 +57,29 @@ def with_those_to_come(alive: Nodes, planned: Nodes) -> Nodes:
     return [*alive, *to_come]
 
 
-def concurrency(experiments: Sequence[Experiment], wanted: int | None, nodes: Nodes) -> int:
+def least_share(bytes: float, gpu_memory: float) -> float:
+    """Return the share of a GPU that has so much memory, one that whole actors fill up; all of it if none is enough."""
+    return 1 / max(1, int(gpu_memory / bytes)) if bytes else 0.0
+
+
+def nothing(_: Experiment) -> float:
+    """Need no memory of a GPU."""
+    return 0.0
+
+
+def concurrency(experiments: Sequence[Experiment], wanted: int | None, nodes: Nodes, needs: Needs = nothing) -> int:
     """Return how many trials run at a time: as asked, or as many as there is room for."""
-    cpus = sum(node.get("CPU", 0.0) for node in nodes)
-    most = int(cpus / max(e.cluster.cpu_per_actor * _fixed_actors(e) for e in experiments))
+    most = min(int(_slots(e, nodes, needs) / _fixed_actors(e)) for e in experiments)
     return max(1, min(len(experiments), most if wanted is None else wanted))
+
+
+def _slots(experiment: Experiment, nodes: Nodes, needs: Needs) -> float:
+    """Return how many actors of a trial the cluster has room for."""
+    asked, slots = experiment.cluster.gpu_per_actor, sum(n.get("CPU", 0.0) for n in nodes)
+    slots /= experiment.cluster.cpu_per_actor
+    gpus = [n.get("GPU", 0.0) for n in nodes]
+    each = asked if asked != "auto" else needs(experiment) if any(gpus) else 0.0
+    return min(slots, sum(int(gpu / each + 1e-9) for gpu in gpus)) if each else slots
 
 
 def _fixed_actors(experiment: Experiment) -> int:
@@ -69,21 +88,19 @@ def _fixed_actors(experiment: Experiment) -> int:
     return experiment.data.clients if asked == "per_client" else 1 if asked == "auto" else asked
 
 
-def share(experiment: Experiment, nodes: Nodes, concurrent: int, node: str) -> Share:
+def share(experiment: Experiment, nodes: Nodes, concurrent: int, node: str, needs: Needs = nothing) -> Share:
     """Return a trial's share; raise an InputError that compares requested with available if it cannot fit."""
     cluster = experiment.cluster
     cpus, gpus = (sum(n.get(kind, 0.0) for n in nodes) for kind in ("CPU", "GPU"))
     actors = _fixed_actors(experiment)
     if cluster.actors == "auto":
-        slots = cpus / cluster.cpu_per_actor
-        if cluster.gpu_per_actor != "auto" and cluster.gpu_per_actor > 0:
-            slots = min(slots, sum(int(n.get("GPU", 0.0) / cluster.gpu_per_actor + 1e-9) for n in nodes))
-        actors = max(1, min(experiment.clients_per_round, JOBS, int(slots / concurrent)))
+        slots = int(_slots(experiment, nodes, needs) / concurrent)
+        actors = max(1, min(experiment.clients_per_round, JOBS, slots))
     if cluster.gpu_per_actor != "auto":
         gpu = cluster.gpu_per_actor
     else:
         left = gpus - concurrent * cluster.driver_gpu
-        gpu = 1 / math.ceil(actors * concurrent / left) if left > 0 else 0.0
+        gpu = max(needs(experiment), 1 / math.ceil(actors * concurrent / left)) if left > 0 else 0.0
     wanted = Share(actors, cluster.cpu_per_actor, gpu, cluster.driver_gpu, node)
     if not _fits(wanted.bundles(), nodes):
         driver = f" and {wanted.driver_gpu:g} GPU for its driver" if wanted.driver_gpu else ""

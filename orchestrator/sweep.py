@@ -57,17 +57,17 @@ def run_sweep(
         here = ray.util.get_node_ip_address()
         nodes = machines(here, console) if options.address else [node["Resources"] for node in ray.nodes()]
         wanted = examples if optuna else left
-        at_a_time = concurrency([p.experiment for p in wanted], search.concurrent, nodes)
+        at_a_time = concurrency([p.experiment for p in wanted], search.concurrent, nodes, checked.gpu_share)
 
         def assign(point: Point, concurrent: int) -> dict[str, Any]:
             own = {path: value for path, value in point.params.items() if varied(path)}
-            got = asdict(share(point.experiment, nodes, concurrent, here))
+            got = asdict(share(point.experiment, nodes, concurrent, here, checked.gpu_share))
             return {"job": {"trial": point.id, "share": got, "values": own, "alike": []}}
 
         @remember
         def beginnings(id: str) -> list[Prefix]:
             e = by_id[id].experiment
-            device = "cuda" if share(e, nodes, at_a_time, here).gpu else "cpu"
+            device = "cuda" if share(e, nodes, at_a_time, here, checked.gpu_share).gpu else "cpu"
             return prefixes(e, checked.dataset(e).digest, device)
 
         by_id = {p.id: p for p in points}

@@ -137,7 +137,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.address:
         preflight.knock(options.address)
     # What a cluster has is known only once it is joined.
-    at_a_time, shares = (0, {}) if options.address else preflight.shares(examples, sweep.search, options)
+    at_a_time, shares = (0, {}) if options.address else preflight.shares(examples, sweep.search, options, checked)
     if shares and not options.dry_run:
         preflight.warn(*preflight.crowd(examples, shares, at_a_time, checked), console)
     if options.dry_run:

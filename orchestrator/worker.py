@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -30,11 +31,33 @@ from orchestrator.uploads import Part, fold
 from orchestrator.values import CPU, extra, models_in, place, size
 
 Store = Tensor | ImageFiles  # bytes [N, C, H, W], in memory or in files
+MEMO = 256 * 2**20  #: bytes of features and logits that clients may share while they are scored
 REMEDY = "lower the learning rate, or set failures.bad_update: skip"
 
 
 class ClientFailed(RuntimeError):
     """A client method raised, or its update cannot be used; says which client, where, and why."""
+
+
+class Memo:
+    """What was made lately, under what it was made from; what was not asked for longest goes where it becomes much."""
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._kept: OrderedDict[Any, tuple[Any, Tensor]] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, key: Any, held: Any, make: Callable[[], Tensor]) -> Tensor:
+        """Return what is kept, or make it and keep it, with what must not go before it."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key][1]
+        made = make()
+        self._kept[key], self._bytes = (held, made), self._bytes + made.nbytes
+        while self._bytes > MEMO and len(self._kept) > 1:
+            _, (_, oldest) = self._kept.popitem(last=False)
+            self._bytes -= oldest.nbytes
+        return made
 
 
 def claim(gpu: float) -> torch.device:
@@ -77,7 +100,7 @@ class Worker:
         named = dataset.augment if experiment.local.augment == "auto" else experiment.local.augment
         self._augment, self.augmented, self.size = AUGMENTS.get(named), named != "none", dataset.shape[1:]
         self.block = segmentation.BLOCK if dataset.segmented else evaluate.BLOCK  # images per forward pass
-        self._memo: dict[Any, tuple[Any, Tensor]] | None = None
+        self._memo: Memo | None = None
 
     @cached_property
     def tests(self) -> evaluate.SortedTest:
@@ -122,9 +145,7 @@ class Worker:
         assert self._memo is not None
         weights = list(weights)
         key = what, x.data_ptr(), *((t.data_ptr(), t._version) for t in weights)
-        if key not in self._memo:
-            self._memo[key] = (x, *weights), make()  # held, so that keys stay unique
-        return self._memo[key][1]
+        return self._memo.get(key, (x, *weights), make)  # these are held, so that keys stay unique
 
     def _call(self, piece: str, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
         if self._channels_last:
@@ -310,7 +331,7 @@ class Worker:
     @contextmanager
     def predicting(self) -> Iterator[None]:
         """While inside, clients that share a body share the features of the images at hand."""
-        self._memo = {}
+        self._memo = Memo()
         try:
             with torch.no_grad():
                 yield

@@ -13,9 +13,17 @@ from torch import nn
 import search_spaces
 from orchestrator import tune
 from orchestrator.data import DATASETS, Absent, load, outline
-from orchestrator.memory import COPIES, FLOAT, LIBRARIES, kept_for_backward, of_actor, passed_forward
+from orchestrator.memory import (
+    COPIES,
+    FLOAT,
+    LIBRARIES,
+    kept_for_backward,
+    of_actor,
+    passed_forward,
+    shared_while_scoring,
+)
 from orchestrator.models import build
-from orchestrator.preflight import Checked, crowd, warn
+from orchestrator.preflight import GPU_MEMORY, Checked, crowd, shares, warn
 from orchestrator.resources import Share
 from orchestrator.space import trials
 from orchestrator.sweep_file import read
@@ -73,7 +81,9 @@ def test_an_actor_by_hand():
     plain = tiny(local={"momentum": 0.0, "batch": 4})
     net = network(plain, data)
     weights = FLOAT * sum(p.numel() for p in net.parameters())
-    base = LIBRARIES + max(2 * kept_for_backward(net, data.shape, 4), passed_forward(net, data.shape, 256))
+    scored = passed_forward(net, data.shape, 256) + 6 * 256 * FLOAT * (32 * 4 * 4 + 64 + 10)
+    assert shared_while_scoring(net, data.shape, 256, 6) == scored - passed_forward(net, data.shape, 256)
+    base = LIBRARIES + max(2 * kept_for_backward(net, data.shape, 4), scored)
     assert of_actor(plain, net, data, gpu=False) == base + COPIES * weights
     assert of_actor(plain, net, data, gpu=True) == base + COPIES * weights + data.x_train.nbytes + data.x_test.nbytes
     own = tiny(algorithm="ditto", local={"momentum": 0.9, "batch": 4})
@@ -110,7 +120,9 @@ def test_a_dry_run_tells_what_is_missing_and_a_real_one_refuses(monkeypatch, tmp
     out = " ".join(capsys.readouterr().out.split())
     assert "# asks for 4 client actor(s) with 1 CPU, 0.5 GPU and about 1.3 GiB of memory each" in out
     assert "not here yet: cityscapes: its files were not found." in out
-    assert "1 trial(s), 1 at a time on this machine, with about 2.7 GiB of memory on each GPU; nothing was" in out
+    assert (
+        "1 trial(s), 1 at a time on this machine, with about 2.7 GiB of memory on each GPU (of 16 GiB, as none" in out
+    )
     assert "of cityscapes-dataset.com" in out
     assert tune.main(words) == 2
     assert "cityscapes: its files were not found" in " ".join(capsys.readouterr().err.split())
@@ -172,8 +184,16 @@ def presets(path):
     ("path", "preset"), [(p, preset) for p in FILES for preset in presets(p)], ids=lambda v: getattr(v, "stem", v)
 )
 def test_every_sweep_can_be_planned_without_its_data(path, preset, monkeypatch, tmp_path):
-    """As on a machine that has no images at all."""
+    """As on a machine that has no images at all; and on eight GPUs of 16 GiB its actors have room."""
     nowhere(monkeypatch, tmp_path)
-    for trial in trials(read(path, preset=preset)):
+    sweep = read(path, preset=preset)
+    wanted = trials(sweep)
+    for trial in wanted:
         checked().check(trial)
         assert LIBRARIES < checked().memory(trial.experiment, gpu=True) < 80 * 2**30, "no GPU has more"
+    asked = SimpleNamespace(num_cpus=128.0, num_gpus=8.0)
+    at_a_time, got = shares(wanted, sweep.search, asked, checked())
+    for trial in wanted:
+        own = got[trial.id]
+        assert checked().memory(trial.experiment, gpu=True) <= own.gpu * GPU_MEMORY or own.gpu == 1
+        assert at_a_time * sum(bundle.get("GPU", 0.0) for bundle in own.bundles()) <= 8 + 1e-9

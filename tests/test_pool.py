@@ -14,7 +14,7 @@ from algorithms.fedavg import FedAvg
 from orchestrator.actors import Pool
 from orchestrator.client import CALL, stream
 from orchestrator.driver import Driver, split_for
-from orchestrator.resources import Share, concurrency, share
+from orchestrator.resources import Share, concurrency, least_share, share
 from orchestrator.yaml_file import InputError
 
 HERE = {"CPU": 4.0, "GPU": 2.0, "node:here": 1.0}
@@ -168,6 +168,26 @@ def test_automatic_numbers_of_actors_heed_the_gpus():
     with_driver = share(tiny(cluster={"driver_gpu": 0.5}), [HERE], 1, "here")
     assert (with_driver.actors, with_driver.gpu) == (3, 0.5)
     assert concurrency([tiny(cluster={"actors": 4})] * 4, None, [HERE]) == 1
+
+
+def test_no_more_actors_share_a_gpu_than_have_memory_there():
+    assert least_share(3.0, 16.0) == 1 / 5
+    assert least_share(17.0, 16.0) == 1, "an estimate: it may be worth trying"
+    many = tiny(data={"name": "digits", "clients": 40}, clients_per_round=20)
+    large = [{"CPU": 64.0, "GPU": 2.0, "node:here": 1.0}]
+
+    def third(_):
+        return 1 / 3
+
+    assert concurrency([many] * 50, None, large) == 50
+    assert concurrency([many] * 50, None, large, third) == 6
+    six = share(many, large, 6, "here", third)
+    assert (six.actors, six.gpu) == (1, 1 / 3)
+    alone = share(many, large, 1, "here", third)
+    assert (alone.actors, alone.gpu) == (6, 1 / 3)
+    assert share(tiny(cluster={"actors": 1}), large, 1, "here", third).gpu == 1, "more than it needs, if there is"
+    assert concurrency([many] * 50, None, [{"CPU": 64.0}], third) == 50, "there is no GPU"
+    assert share(tiny(cluster={"gpu_per_actor": 0.1}), large, 1, "here", third).gpu == 0.1, "what is asked is done"
 
 
 def test_one_actor_per_client_if_it_fits():

@@ -131,6 +131,13 @@ def test_keys_tell_apart_what_differs(changes, shared):
     assert [a == b for a, b in zip(one, other, strict=True)] == [True] * shared + [False] * (2 - shared)
 
 
+def test_a_method_alone_shares_with_chains_that_begin_with_it():
+    alone = keys(tiny(algorithm="fedavg"))
+    assert keys(tiny(algorithm=["fedavg", "finetune"]))[0] == alone[0]
+    assert keys(tiny(algorithm=["fedavg", "finetune", "tau_norm"]))[0] == alone[0]
+    assert keys(tiny(algorithm=["fedavg", "ldae"]))[0] != alone[0], "its network has three experts"
+
+
 def test_keys_know_data_versions_and_code(monkeypatch):
     one = prefixes(chain(), "a")[0].key
     assert prefixes(chain(), "b")[0].key != one

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from conftest import driver, tiny
+from conftest import driver, finish, tiny
 from test_models import CASES, every
 
 from algorithms.params import Params
 from orchestrator.client import Client
 from orchestrator.data import Dataset, Split
 from orchestrator.models import MODELS, build, torchvision
-from orchestrator.worker import Worker
+from orchestrator.worker import Memo, Worker
 
 
 def client_with(name: str, **model: int) -> tuple[Client, Params]:
@@ -124,6 +124,32 @@ def test_while_predicting_clients_share_the_stem():
     assert not torch.equal(*h)
     for client, v, predicted in zip(clients, own, h, strict=True):
         torch.testing.assert_close(predicted, client.features(w | v, x))
+
+
+def test_what_is_shared_while_predicting_stays_within_its_bounds(monkeypatch):
+    monkeypatch.setattr("orchestrator.worker.MEMO", 2 * 40)
+    memo, made = Memo(), []
+
+    def ask(key):
+        return memo.get(key, (), lambda: made.append(key) or torch.zeros(10))
+
+    for key in "ab", "cd", "ab", "ef", "ab", "cd":
+        kept = ask(key)
+        assert ask(key) is kept
+        assert sum(t.nbytes for _, t in memo._kept.values()) == memo._bytes <= 80
+    assert made == ["ab", "cd", "ef", "cd"], "what was not asked for longest went first"
+    assert memo.get("large", (), lambda: torch.zeros(1000)).numel() == 1000
+    assert list(memo._kept) == ["large"], "the newest stays, however large"
+
+
+@pytest.mark.parametrize("method", ["ditto", "fedper"])
+def test_scores_do_not_depend_on_what_is_shared(monkeypatch, method):
+    e = tiny(algorithm=method, model={"name": "resnet8", "width": 4})
+    whole = finish(driver(e)).history
+    monkeypatch.setattr("orchestrator.worker.MEMO", 0)
+    for line, again in zip(whole, finish(driver(e)).history, strict=True):
+        timeless = [{k: v for k, v in x["metrics"].items() if not k.startswith("time/")} for x in (line, again)]
+        assert timeless[0] == timeless[1]
 
 
 @pytest.mark.parametrize("name", ["resnet50", "resnext50"])
