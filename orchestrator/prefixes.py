@@ -61,7 +61,7 @@ def prefixes(experiment: Experiment, digest: str, device: str = "cpu") -> list[P
         "failures": experiment.failures.model_dump(include={"bad_update", "dropout", "stragglers", "timeout"}),
         "threads": experiment.cluster.threads,
         "device": device,
-        "experts": sorted({part.experts for part in chain} - {None}) or [None],  # of the network that all of it trains
+        "experts": sorted({n for part in chain if (n := part.experts) is not None}),  # of their one network
         "versions": versions(),
     }
     for end, turn in enumerate(turns, 1):

@@ -190,13 +190,16 @@ def warn(needed: float, on_gpu: bool, console: Console) -> None:
 
 def show(
     trials: Sequence[Trial],
-    got: Mapping[str, Share],
-    at_a_time: int,
-    more: str,
+    search: Search,
+    options: argparse.Namespace,
     checked: Checked,
     console: Console,
+    more: str = "",
 ) -> None:
-    """Print what would run."""
+    """Print what would run, and what it would ask for where it is known what there is."""
+    # What a cluster has is known only once it is joined, unless it is said.
+    known = not options.address or None not in (options.num_cpus, options.num_gpus)
+    at_a_time, got = shares(trials, search, options, checked) if known else (0, {})
     for trial in trials:
         console.print(f"# trial {trial.id}: {trial.name}", markup=False, highlight=False)
         if trial.id in got:
@@ -214,5 +217,6 @@ def show(
         if on_gpu:
             known = torch.cuda.is_available()
             place = "on each GPU" if known else f"on each GPU (of {gpu_memory() / 2**30:g} GiB, as none is here to ask)"
-        where = f", {at_a_time} at a time on this machine, with about {needed / 2**30:.1f} GiB of memory {place}"
+        where = "there" if options.address else "on this machine"
+        where = f", {at_a_time} at a time {where}, with about {needed / 2**30:.1f} GiB of memory {place}"
     console.print(f"{len(trials)} trial(s){where}{more}; nothing was started.")

@@ -72,6 +72,12 @@ def run(options: argparse.Namespace, console: Console) -> int:
     directory, trials = options.out.resolve() / name, expand(sweep)
     _same(directory, sweep)
     asked = _wanted(sweep, trials, options.only)
+    if options.dry_run:
+        some, checked = [trial for trial in trials if trial.id in asked], preflight.Checked(dry=True)
+        for trial in some:
+            checked.check(trial)
+        preflight.show(some, sweep.search, options, checked, console)
+        return 0
     missing = _missing(trials, set() if options.show else {data_of(t.experiment) for t in trials if t.id in asked})
     code = 0
     if not options.show:

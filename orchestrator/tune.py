@@ -60,7 +60,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--no-share", action="store_true", help="train what trials have in common in each of them")
     add_where(parser)
     parser.add_argument("--list", action="store_true", help="print the catalogue: every algorithm, loss and prior")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, show what would run, start nothing")
     return parser
 
 
@@ -74,6 +73,7 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tracking-uri", help="an MLflow server (default: sqlite inside --out)")
     parser.add_argument("--force", action="store_true", help="continue even under changed code or a changed experiment")
     parser.add_argument("--quiet", action="store_true", help="print the result only")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, show what would run, start nothing")
 
 
 def path(text: str) -> Path:
@@ -136,15 +136,14 @@ def run(options: argparse.Namespace, console: Console) -> int:
         preflight.check_space(examples, checked, out)
     if options.address:
         preflight.knock(options.address)
-    # What a cluster has is known only once it is joined.
-    at_a_time, shares = (0, {}) if options.address else preflight.shares(examples, sweep.search, options, checked)
-    if shares and not options.dry_run:
-        preflight.warn(*preflight.crowd(examples, shares, at_a_time, checked), console)
     if options.dry_run:
         optuna = sweep.search.searcher == "optuna"
         more = f", {sweep.search.samples} proposed by optuna, of which these are possible ones" if optuna else ""
-        preflight.show(examples, shares, at_a_time, more, checked, console)
+        preflight.show(examples, sweep.search, options, checked, console, more)
         return 0
+    if not options.address:  # what a cluster has is known only once it is joined
+        at_a_time, shares = preflight.shares(examples, sweep.search, options, checked)
+        preflight.warn(*preflight.crowd(examples, shares, at_a_time, checked), console)
     (directory / "trials").mkdir(parents=True, exist_ok=True)
     uri = options.tracking_uri or tracking.default_uri(out)
     mirror = tracking.Mirror(uri, directory, experiment=folder.stem(options.file), tags=_environment())

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import os
 import pickle
+import re
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -450,10 +451,18 @@ def test_a_wrong_image_folder_says_what_is_wrong(tmp_path):
         load(str(tmp_path))
 
 
-def test_an_unknown_name_lists_the_known_ones(tmp_path):
-    with pytest.raises(DataError, match="digits, fashion_mnist, cifar10, cifar100, tiny_imagenet") as caught:
-        load("cifar1", tmp_path)
-    assert str(tmp_path / "cifar1") in str(caught.value)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("cifar1", "did you mean 'cifar10'?"),
+        ("ImageNet-LT", "did you mean 'imagenet_lt'?"),
+        ("my_photos", "known: camvid, cifar10, cifar100, cityscapes, digits, fashion_mnist, imagenet_lt"),
+    ],
+)
+def test_an_unknown_name_tells_the_nearest_or_all_and_where_it_was_looked_for(tmp_path, name, said):
+    with pytest.raises(DataError, match=re.escape(f"no data set '{name}' ({said}")) as caught:
+        load(name, tmp_path)
+    assert str(tmp_path / name) in str(caught.value)
 
 
 # ---- Dataset -----------------------------------------------------------------------------------------------------

@@ -585,9 +585,9 @@ def own():
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty"))) * 1024
 
 root, n = Path(sys.argv[1]), int(sys.argv[2])
-decode(str(root / "0/0.png"), (8, 8))
+decode(str(root / "0/0.png"), (32, 32))
 before = own()
-files = ImageFiles(listed(root, [f"{i % 100}/{i}.png" for i in range(n)], (8, 8)), range(n))
+files = ImageFiles(listed(root, [f"{i % 100}/{i}.png" for i in range(n)], (32, 32)), range(n))
 made = own()
 sent = len(pickle.dumps(files))
 for rows in np.split(np.random.default_rng(0).permutation(n), n // 1000):
@@ -596,17 +596,21 @@ print(json.dumps({"made": made - before, "read": own() - before, "sent": sent}))
 """
 
 
-@pytest.mark.slow
-def test_a_hundred_thousand_files_cost_a_few_megabytes(tmp_path):
+def test_a_hundred_thousand_files_cost_a_few_megabytes(tmp_path, monkeypatch):
+    """All pixels are 307 MB, of which the cache may keep 100 on the disk, and the process none."""
+    monkeypatch.setenv("ORCHESTRATOR_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("ORCHESTRATOR_CACHE_GB", "0.1")
     n = 100_000
     for folder in range(100):
-        picture(tmp_path / "x" / str(folder) / f"{folder}.png", folder % 4, folder, (8, 8))
+        picture(tmp_path / "x" / str(folder) / f"{folder}.png", folder % 4, folder, (32, 32))
     for i in range(100, n):
         os.link(tmp_path / f"x/{i % 100}/{i % 100}.png", tmp_path / f"x/{i % 100}/{i}.png")
     found = json.loads(process(MEMORY, tmp_path / "x", n).communicate()[0])
     assert found["sent"] < 40 * n, found
     assert found["made"] < 40e6, found
     assert found["read"] < 60e6, found
+    kept = sum(512 * path.stat().st_blocks for path in (tmp_path / "cache").rglob("*"))
+    assert 50e6 < kept < 110e6, kept
 
 
 # ---- augmentation ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn
 
 import search_spaces
 from orchestrator import tune
-from orchestrator.data import DATASETS, Absent, load, outline
+from orchestrator.data import DATASETS, SOURCES, Absent, load, outline
 from orchestrator.memory import (
     COPIES,
     FLOAT,
@@ -92,12 +92,15 @@ def test_an_actor_by_hand():
 
 @pytest.mark.parametrize("name", [name for name in DATASETS if name != "digits"])
 def test_the_outline_of_a_data_set_is_that_of_its_images(name):
-    planned = outline(name)
+    planned, source = outline(name), SOURCES[name]
+    assert planned.shape == source.shape
+    if not source.in_files:
+        assert (len(planned.x_train), len(planned.x_test)) == source.sizes
     try:
         there = load(name, download=False)
     except Absent:
-        assert planned.shape[0] == len(planned.mean)
         return
+    assert (there.x_train.nbytes, there.x_test.nbytes) == (planned.x_train.nbytes, planned.x_test.nbytes)  # in memory
     assert (there.shape, there.classes, there.segmented) == (planned.shape, planned.classes, planned.segmented)
     assert (there.mean, there.std, there.augment) == (planned.mean, planned.std, planned.augment)
 

@@ -26,7 +26,7 @@ from algorithms.params import Params
 from orchestrator import models, segmentation
 from orchestrator.actors import Pool
 from orchestrator.augment import flip
-from orchestrator.data import DataError, ImageFiles, Split, describe, load, split
+from orchestrator.data import DataError, ImageFiles, Split, describe, load, outline, split
 from orchestrator.data.maps import CAMVID, CITYSCAPES, SIZE
 from orchestrator.data.sources import SOURCES
 from orchestrator.driver import Driver, InProcess, split_for
@@ -146,6 +146,9 @@ def test_cityscapes_is_read_in_its_published_layout(tmp_path, few):
     data = load("cityscapes", tmp_path)
     assert data.segmented
     assert (data.classes, data.names, data.shape) == (19, tuple(CITYSCAPES.values()), (3, *SIZE))
+    planned = outline("cityscapes")
+    assert (planned.classes, planned.shape, planned.outputs) == (data.classes, data.shape, data.outputs)
+    assert (planned.mean, planned.std, planned.augment) == (data.mean, data.std, data.augment)
     assert (len(data.x_train), len(data.x_test)) == (2, 1)
     cells = data.y_test[0, SIZE[0] // 4 :: SIZE[0] // 2, SIZE[1] // 8 :: SIZE[1] // 4]
     assert cells.tolist() == [[VOID, 0, 1, 18], [2, 10, VOID, 13]]

@@ -619,6 +619,18 @@ def test_a_table_that_cannot_run_here_says_why(tmp_path, capsys):
     assert "| FedAvg | 10.00<br>not run here [1] |" in (tmp_path / "runs" / "toy" / "table.md").read_text()
 
 
+def test_a_dry_run_shows_the_cells_that_are_asked_for_and_starts_nothing(tmp_path, capsys):
+    toy(tmp_path, [10, 20], [30, 40])
+    (tmp_path / "toy.yaml").write_text(TOY.replace("nowhere.npz", "digits"))
+    words = [str(tmp_path / "toy.yaml"), "--out", str(tmp_path / "runs"), "--dry-run", "--num-gpus", "2"]
+    assert main([*words, "--only", "FedAvg-FT"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith("# trial ")
+    assert shown.count("# trial ") == shown.count(": fedavg+finetune ") == 2, "two seeds"
+    assert "2 trial(s), 2 at a time on this machine, with about" in shown
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_row_excepts_columns_by_a_part_of_a_label_that_was_written_out(tmp_path):
     toy(tmp_path, [10, 20], [30, 40])
     parts = TOY[TOY.index("    - {here") : TOY.index("  rows:")]

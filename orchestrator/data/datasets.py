@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from algorithms import nearest
 from orchestrator.data.files import ImageFiles
 from orchestrator.data.images import image_folder
 from orchestrator.data.maps import VOID, label_maps
@@ -81,9 +82,10 @@ def load(name: str, root: str | Path | None = None, *, download: bool = True) ->
 def outline(name: str) -> Dataset:
     """Return a known data set without its images: what can be planned before they are there."""
     source = SOURCES[name]
-    x = np.zeros((0, *source.shape), np.uint8)
+    held = (0, 0) if source.in_files else source.sizes or (0, 0)
+    x_train, x_test = (np.broadcast_to(np.uint8(0), (n, *source.shape)) for n in held)  # as large, without memory
     y: Labels = np.zeros((0, *source.shape[1:] * (name in SEGMENTED)), np.int64)
-    return Dataset(name, x, y, x, y, source.classes, source.mean, source.std, source.augment)
+    return Dataset(name, x_train, y, x_test, y, source.classes, source.mean, source.std, source.augment)
 
 
 def _dataset(
@@ -122,9 +124,10 @@ def _own(name: str, root: str | Path | None) -> tuple[Arrays, tuple[str, ...]]:
             return label_maps(path, found), tuple(map(str, found.get("names", np.zeros(0)).ravel()))
         if path.is_dir():
             return image_folder(path), ()
+    near, where = nearest(name.lower().replace("-", "_"), DATASETS), ", ".join(str(path.absolute()) for path in paths)
     raise DataError(
-        f"no data set {name!r}: it is none of {', '.join(DATASETS)}, and there is no .npz file or image folder at "
-        f"{', '.join(str(path.absolute()) for path in paths)}. Its directory may be the data root or {VARIABLE}."
+        f"no data set {name!r} ({near}), and no .npz file or image folder at {where}. "
+        f"Its directory may be the data root or {VARIABLE}."
     )
 
 

@@ -38,6 +38,7 @@ class Source:
     advice: str
     torchvision: str | None = None
     crop: int | None = None  #: side of what a network sees of an image, where more of it is stored
+    in_files: bool = False  #: whether images stay in their files, for they would fill the memory
     as_published: bool = False  #: its own class sizes are what it is used for, so it is not cut to another imbalance
     users: bool = False  #: whether it says whose each training image is
     names: tuple[str, ...] = ()  #: of the classes of pixels, where every pixel has a label
@@ -213,6 +214,7 @@ SOURCES = {
         "put ImageNet_LT_train.txt and ImageNet_LT_test.txt of github.com/zhmiao/OpenLongTailRecognition-OLTR beside "
         "these or into ImageNet_LT",
         crop=224,
+        in_files=True,
         as_published=True,
     ),
     "inaturalist_user_160k": Source(
@@ -234,6 +236,7 @@ SOURCES = {
         advice="unpack inaturalist-user-120k.zip (google-research/federated_vision_datasets on GitHub) and beside it "
         "train_val_images.tar.gz of iNaturalist 2017 (github.com/visipedia/inat_comp)",
         crop=224,
+        in_files=True,
         as_published=True,
         users=True,
     ),
@@ -265,6 +268,7 @@ SOURCES = {
         ),
         advice="unpack leftImg8bit_trainvaltest.zip and gtFine_trainvaltest.zip of cityscapes-dataset.com side by "
         "side, into cityscapes",
+        in_files=True,
         names=tuple(CITYSCAPES.values()),
     ),
 }
