@@ -56,14 +56,25 @@ def published(name: str) -> Mapping[str, Any]:
 
 
 def beside(name: str) -> str:
-    """Show the published number and ours, bold if near, in the columns that have been run."""
+    """Show the published number and ours, bold if near, in the columns that have been run, and why others are not."""
     cells = {(c["row"], c["column"]): c for c in published(name)["cells"]}
     ran = {column for (_, column), cell in cells.items() if cell["values"]}
     columns = [column for column in dict.fromkeys(column for _, column in cells) if column in ran]
     common = {column.split(", ")[0] for column in columns}
-    shown = [column.split(", ", 1)[1] if len(common) == 1 else column for column in columns]
-    rows = [[row, *(_cell(cells[row, column]) for column in columns)] for row in dict.fromkeys(row for row, _ in cells)]
-    return grid(["", *shown], rows)
+    short = {column: column.split(", ", 1)[1] if len(common) == 1 else column for column in columns}
+    rows, why = [], dict[str, dict[str, list[str]]]()
+    for row in dict.fromkeys(row for row, _ in cells):
+        own = {short[column]: cells[row, column] for column in columns}
+        near = sum(cell["mark"] == "reproduced" for cell in own.values())
+        rows.append([row, *map(_cell, own.values()), f"{near} of {sum(bool(cell['values']) for cell in own.values())}"])
+        for column, cell in own.items():
+            if cell["values"] and cell["mark"] != "reproduced":
+                why.setdefault(cell["reason"], {}).setdefault(row, []).append(column)
+    told = []
+    for reason, found in sorted(why.items(), reverse=True):
+        where = ", ".join(f"{row} ({'; '.join(columns)})" for row, columns in found.items())
+        told.append(f"- {f'Differs because {reason}' if reason else 'Differs, not explained'}: {where}.\n")
+    return "\n".join([grid(["", *short.values(), "reproduced"], rows), "".join(told)])
 
 
 def _cell(cell: Mapping[str, Any]) -> str:
