@@ -1,4 +1,4 @@
-"""The catalogue: what every algorithm, loss and prior is, what it sends and keeps, and what can be set."""
+"""The catalogue: what every algorithm, loss, prior and data set is, what it sends and keeps, and what can be set."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from algorithms.base import Algorithm, Card
 from algorithms.losses import LOSSES
 from algorithms.priors import ESTIMATED, PRIORS
 from orchestrator.checkpoint import status_of
+from orchestrator.data import SOURCES
 
 KINDS = "optimisation", "personalized", "class imbalance", "classifier", "preparation"
 RESULTS = Path(__file__).parents[1] / "results"  #: kept with the code; an installed package has none
@@ -128,6 +129,11 @@ def text() -> str:
     for name, rule in AGGREGATIONS.items():
         lines += [f"aggregation {name}", f"  {inspect.getdoc(rule)}", *_shown(rule), ""]
     lines += [f"prior {name}\n  {inspect.getdoc(prior)}\n" for name, prior in PRIORS.items()]
+    ran = {data for found in kept.values() for data in found}
+    for name, source in SOURCES.items():
+        status = "run here" if name in ran else "tested on a small copy in its published layout, needs your data"
+        told = f"  {source.classes} classes of {'pixels' if source.names else 'images'}" + f"; {status}" * bool(kept)
+        lines += [f"data {name}", told, f"  where from: {source.advice}", ""]
     return "\n".join(lines)
 
 

@@ -59,7 +59,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--extend", metavar="WHAT=N", help="continue a finished sweep: rounds=N or samples=N")
     parser.add_argument("--no-share", action="store_true", help="train what trials have in common in each of them")
     add_where(parser)
-    parser.add_argument("--list", action="store_true", help="print the catalogue: every algorithm, loss and prior")
+    parser.add_argument(
+        "--list", action="store_true", help="print the catalogue of methods, losses, priors and data sets"
+    )
     return parser
 
 

@@ -85,6 +85,17 @@ def test_what_a_method_was_run_on_is_told_by_kept_results(tmp_path, monkeypatch,
     assert told["scaffold"].endswith("; tested on digits")
 
 
+def test_data_sets_are_listed_with_where_to_get_them_and_whether_they_have_been_run(tmp_path, monkeypatch, capsys):
+    keep(tmp_path / "sweep" / "trials" / "0000", ["fedavg"], "camvid")
+    monkeypatch.setattr(catalogue, "RESULTS", tmp_path)
+    assert main(["--list"]) == 0
+    text = capsys.readouterr().out
+    assert "\ndata camvid\n  11 classes of pixels; run here\n  where from: reduce the road scenes of CamVid" in text
+    needed = "tested on a small copy in its published layout, needs your data"
+    assert f"\ndata imagenet_lt\n  1000 classes of images; {needed}\n  where from: unpack ILSVRC2012" in text
+    assert all(f"\ndata {name}\n" in text for name in set(DATASETS) - {"digits"})
+
+
 def test_without_results_as_when_installed_the_catalogue_says_nothing_of_them(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(catalogue, "RESULTS", tmp_path / "results")
     assert main(["--list"]) == 0
