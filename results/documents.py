@@ -270,6 +270,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "mupfl_2": lambda: beside("mupfl_2"),
     "mupfl_2 duels": lambda: duels("mupfl_2"),
     "mupfl_2 fingerprint": lambda: fingerprint("mupfl_2"),
+    "mupfl_2 shared": lambda: before("mupfl_2", ["FedProx", "FedNova", "CReFF"], "finetune.tune"),
     "camvid": lambda: means("camvid", CAMVID, PIXELS, seeds=2),
     "camvid parts": lambda: means("camvid_parts", CAMVID_PARTS, OF_PARTS, seeds=2),
     "camvid orders": lambda: orders("camvid_orders"),
