@@ -98,7 +98,8 @@ class Checked:
 
     def memory(self, e: Experiment, gpu: bool) -> int:
         """Estimate the bytes that one client actor needs."""
-        key = self._form(e), e.local.batch, bool(e.local.momentum), gpu
+        keeps = any(part.card.keeps for part in e.chain().parts)
+        key = self._form(e), e.local.batch, bool(e.local.momentum), e.data.clients, keeps, gpu
         if key not in self._memory:
             self._memory[key] = memory.of_actor(e, self._built[self._form(e)], self.dataset(e), gpu)
         return self._memory[key]

@@ -90,6 +90,15 @@ def test_an_actor_by_hand():
     assert of_actor(own, net, data, gpu=False) == base + (COPIES + 2) * weights, "velocity, and a model of one's own"
 
 
+def test_estimates_of_different_methods_are_not_mixed_up():
+    both, plain = Checked(), tiny(local={"batch": 4})
+    own = tiny(algorithm="ditto", local={"batch": 4})
+    for e in (plain, own):
+        both.check(SimpleNamespace(id="0000", experiment=e))
+        assert both.memory(e, gpu=False) == of_actor(e, network(e, load("digits")), load("digits"), gpu=False)
+    assert both.memory(own, gpu=False) > both.memory(plain, gpu=False)
+
+
 @pytest.mark.parametrize("name", [name for name in DATASETS if name != "digits"])
 def test_the_outline_of_a_data_set_is_that_of_its_images(name):
     planned, source = outline(name), SOURCES[name]
