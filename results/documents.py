@@ -246,15 +246,15 @@ PIXELS = {
     "validation/miou": "held out, `miou`",
 }
 CAMVID = {
-    "FedRep, rate 0.03": "0014",
     "Local, rate 0.03": "0002",
-    "Ditto, rate 0.01": "0008",
-    "MuPFL, rate 0.03": "0018",
-    "FedAvg, rate 0.01": "0004",
+    "FedRep, rate 0.03": "0020",
+    "Ditto, rate 0.01": "0012",
+    "MuPFL, rate 0.03": "0026",
+    "FedAvg, rate 0.01": "0006",
 }
 CAMVID_PARTS = {
     "FedAvg, then five epochs of each client's own": "0000",
-    "MuPFL as above: BAVD zeroes activations below the mean of the map": "camvid/0018",
+    "MuPFL as above: BAVD zeroes activations below the mean of the map": "camvid/0026",
     "BAVD zeroes places of the map below its mean": "0004",
     "BAVD keeps the largest nine tenths of the places": "0006",
     "without BAVD": "0002",
