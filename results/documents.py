@@ -177,6 +177,25 @@ def before(name: str, rows: Sequence[str], phase: str) -> str:
     return grid(["", *(column.split(", ", 1)[1] for column in columns)], lines)
 
 
+def of_mupfl() -> str:
+    """Show readings of MuPFL's Table 2 at IF = 100, one seed: FedAvg's shared model, and four that are of clients."""
+
+    def value(reference: str, shared: bool) -> str:
+        lines = history(RESULTS / reference.replace("/", "/trials/")) if reference else []
+        last = extremes([line for line in lines if not shared or line["phase"] != "finetune.tune"])[0]
+        return f"{100 * last['personal/acc_dist']:.1f}" if last else "-"
+
+    rows = []
+    for alpha, readings in MUPFL.items():
+        cells = {c["row"]: c["published"] for c in published("mupfl_2")["cells"] if c["column"].endswith(alpha)}
+        columns = "FedAvg", "FedProx", "Ditto", "FedRep", "MuPFL"
+        rows.append([f"published, {alpha.split(', ')[-1]}", *(f"{cells[name]:.1f}" for name in columns)])
+        for label, trials in readings.items():
+            rows.append([label, value(trials[0], True), *(value(trial, False) for trial in trials)])
+    heads = "FedAvg, shared", "after 10 more epochs (FedProx)", "Ditto", "FedRep", "MuPFL"
+    return grid(["", *heads], rows)
+
+
 # What is shown where --------------------------------------------------------------------------------------------------
 
 CIFAR10 = {
@@ -261,6 +280,20 @@ CAMVID_PARTS = {
     "without BAVD and PKCF": "0008",
 }
 OF_PARTS = {"personal/miou": "`personal/miou`", "validation/miou": "held out"}
+#: By column of Table 2: FedAvg (or FedProx) with ten more epochs, Ditto, FedRep, MuPFL.
+MUPFL = {
+    "Fashion-MNIST, IF=100, α=0.5": {
+        "`per_class`, no momentum: the table's": [f"mupfl_2/{t}" for t in ("0020", "0056", "0074", "0110")],
+        "`per_class`, momentum 0.9": [f"readings_mupfl-full/{t}" for t in ("0005", "0006", "0007", "0008")],
+        "`per_class_capped`, no momentum": [f"readings_mupfl-capped/{t}" for t in ("0000", "0001", "0002", "0003")],
+        "`per_class_capped`, momentum 0.9": [f"readings_mupfl-capped/{t}" for t in ("0004", "0005", "0006", "0007")],
+    },
+    "Fashion-MNIST, IF=100, α=1.0": {
+        "`per_class`, no momentum: the table's": [f"mupfl_2/{t}" for t in ("0023", "0059", "0077", "0113")],
+        "`per_class_capped`, no momentum": [f"readings_mupfl-capped/{t}" for t in ("0008", "0009", "0010", "0011")],
+        "`per_class_capped`, momentum 0.9": [f"readings_mupfl-capped/{t}" for t in ("0012", "0013", "0014", "0015")],
+    },
+}
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "ecl_2": lambda: beside("ecl_2"),
@@ -271,6 +304,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "mupfl_2 duels": lambda: duels("mupfl_2"),
     "mupfl_2 fingerprint": lambda: fingerprint("mupfl_2"),
     "mupfl_2 shared": lambda: before("mupfl_2", ["FedProx", "FedNova", "CReFF"], "finetune.tune"),
+    "mupfl readings": of_mupfl,
     "camvid": lambda: means("camvid", CAMVID, PIXELS, seeds=2),
     "camvid parts": lambda: means("camvid_parts", CAMVID_PARTS, OF_PARTS, seeds=2),
     "camvid orders": lambda: orders("camvid_orders"),
