@@ -23,8 +23,8 @@ ADDED_UP = "time/", "bytes/"
 def keep(sweep: Path, to: Path) -> int:
     """Copy what can be read of the trials that have ended; return how many there are.
 
-    Reports and tables read the copy like the sweep itself. A table goes on from a copy of it; a sweep does if its trials
-    are put over those of the same sweep begun anew: what has ended is not run again.
+    Reports and tables read the copy like the sweep itself. A table goes on from a copy of it; a sweep does if its
+    trials are put over those of the same sweep begun anew: what has ended is not run again.
     """
     ended = [path for path in sorted((sweep / "trials").iterdir()) if status_of(path)["status"] in ENDED]
     for path in ended:
