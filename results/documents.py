@@ -218,6 +218,8 @@ CIFAR10 = {
     "SSE-C and LA-FR": "0048",
     "**FedLoGe** (SSE-C, GA-FR, LA-FR)": "0051",
     "FedAFA": "0054",
+    "CReFF": "0057",
+    "BalanceFL": "0060",
 }
 COLUMNS = {
     "generic/acc": "`generic/acc`",
@@ -230,6 +232,7 @@ CLAIMS: list[Claim] = [
     ("BPFed over FedPer", "0018", "0003", OWNED),
     ("BPFed over FedAvg", "0018", "0000", OWNED),
     ("BPFed over FedAFA", "0018", "0054", OWNED),
+    ("BPFed over CReFF", "0018", "0057", OWNED),
     ("BPFed, Table 4: mixup helps", "0009", "0006", OWNED),
     ("… feature augmentation helps", "0012", "0009", OWNED),
     ("… smoothing over all classes helps", "0015", "0012", OWNED),
