@@ -7,11 +7,10 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from orchestrator import evaluate, segmentation
+from orchestrator import evaluate, memo, segmentation
 from orchestrator.data import Dataset, ImageFiles
 from orchestrator.experiment import Experiment
 from orchestrator.models import Network
-from orchestrator.worker import MEMO
 
 FLOAT = 4  #: bytes
 LIBRARIES = 400 * 2**20  #: bytes of a process that has torch, Ray and our modules (370 MB on Linux without a GPU)
@@ -68,7 +67,7 @@ def shared_while_scoring(network: Network, shape: tuple[int, ...], images: int, 
         map_ = stem(torch.empty(images, *shape, device="meta"))
         features = stage(map_)
         logits = network.head(features)
-    return int(min(MEMO, clients * sum(t.nbytes for t in (map_, features, logits))))
+    return int(min(memo.MOST, clients * sum(t.nbytes for t in (map_, features, logits))))
 
 
 def of_actor(experiment: Experiment, network: Network, dataset: Dataset, gpu: bool) -> int:

@@ -26,7 +26,7 @@ FORMAT = 1
 LARGEST = 10 * 2**30  #: bytes that the cache may keep; what was used least recently goes first
 #: Files that compute something.
 ENGINE = (
-    "client", "worker", "augment", "jobs", "uploads", "values", "cohort",
+    "client", "worker", "memo", "augment", "jobs", "uploads", "values", "cohort",
     "driver", "evaluate", "segmentation", "scoring", "gate", "plan", "privacy", "experiment",
 )  # fmt: skip
 SCORES = ("generic/", "personal/", "validation/", "time/evaluate")  #: metrics that an evaluation adds

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -27,37 +26,16 @@ from orchestrator.data import Dataset, ImageFiles, Split
 from orchestrator.experiment import Experiment
 from orchestrator.gate import fault, form
 from orchestrator.jobs import Job, Result
+from orchestrator.memo import Memo
 from orchestrator.uploads import Part, fold
 from orchestrator.values import CPU, extra, models_in, place, size
 
 Store = Tensor | ImageFiles  # bytes [N, C, H, W], in memory or in files
-MEMO = 256 * 2**20  #: bytes of features and logits that clients may share while they are scored
 REMEDY = "lower the learning rate, or set failures.bad_update: skip"
 
 
 class ClientFailed(RuntimeError):
     """A client method raised, or its update cannot be used; says which client, where, and why."""
-
-
-class Memo:
-    """What was made lately, under what it was made from; what was not asked for longest goes where it becomes much."""
-
-    def __init__(self) -> None:
-        """Hold nothing yet."""
-        self._kept: OrderedDict[Any, tuple[Any, Tensor]] = OrderedDict()
-        self._bytes = 0
-
-    def get(self, key: Any, held: Any, make: Callable[[], Tensor]) -> Tensor:
-        """Return what is kept, or make it and keep it, with what must not go before it."""
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key][1]
-        made = make()
-        self._kept[key], self._bytes = (held, made), self._bytes + made.nbytes
-        while self._bytes > MEMO and len(self._kept) > 1:
-            _, (_, oldest) = self._kept.popitem(last=False)
-            self._bytes -= oldest.nbytes
-        return made
 
 
 def claim(gpu: float) -> torch.device:

@@ -9,8 +9,9 @@ from test_models import CASES, every
 from algorithms.params import Params
 from orchestrator.client import Client
 from orchestrator.data import Dataset, Split
+from orchestrator.memo import Memo
 from orchestrator.models import MODELS, build, torchvision
-from orchestrator.worker import Memo, Worker
+from orchestrator.worker import Worker
 
 
 def client_with(name: str, **model: int) -> tuple[Client, Params]:
@@ -127,7 +128,7 @@ def test_while_predicting_clients_share_the_stem():
 
 
 def test_what_is_shared_while_predicting_stays_within_its_bounds(monkeypatch):
-    monkeypatch.setattr("orchestrator.worker.MEMO", 2 * 40)
+    monkeypatch.setattr("orchestrator.memo.MOST", 2 * 40)
     memo, made = Memo(), []
 
     def ask(key):
@@ -146,7 +147,7 @@ def test_what_is_shared_while_predicting_stays_within_its_bounds(monkeypatch):
 def test_scores_do_not_depend_on_what_is_shared(monkeypatch, method):
     e = tiny(algorithm=method, model={"name": "resnet8", "width": 4})
     whole = finish(driver(e)).history
-    monkeypatch.setattr("orchestrator.worker.MEMO", 0)
+    monkeypatch.setattr("orchestrator.memo.MOST", 0)
     for line, again in zip(whole, finish(driver(e)).history, strict=True):
         timeless = [{k: v for k, v in x["metrics"].items() if not k.startswith("time/")} for x in (line, again)]
         assert timeless[0] == timeless[1]
