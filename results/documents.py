@@ -22,8 +22,7 @@ from orchestrator.summary import Configuration, extremes, history
 RESULTS = Path(__file__).parent
 DOCUMENTS = [RESULTS.parent / "README.md", *sorted((RESULTS.parent / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- (\w+(?: \w+)*) -->\n)(?:(?!<!--).)*(<!-- end -->)", re.DOTALL)
-NEAR = 3.0  #: points that count as reproduced
-SURE = 0.05
+SURE = 0.05  #: the p-value below which a claim holds or does not
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -32,17 +31,12 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], f"|{'---|' * len(head)}", *lines[1:]]) + "\n"
 
 
-def percent(values: Sequence[float], digits: int = 1) -> str:
+def percent(values: Sequence[float]) -> str:
     """Return mean and standard deviation of shares in percent."""
     if not values:
         return "-"
-    spread = f" ± {100 * stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{100 * mean(values):.{digits}f}{spread}"
-
-
-def significant(p: float | None) -> str:
-    """Return a p-value with two digits."""
-    return "too few" if p is None else f"{p:.2g}"
+    spread = f" ± {100 * stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{100 * mean(values):.1f}{spread}"
 
 
 # Published tables -----------------------------------------------------------------------------------------------------
@@ -81,7 +75,7 @@ def _cell(cell: Mapping[str, Any]) -> str:
     if not cell["values"]:
         return f"{cell['published']:.2f}; not run yet"
     ours = f"{cell['ours']:.1f}" + (f" ± {cell['spread']:.1f}" if cell["spread"] is not None else "")
-    return f"{cell['published']:.2f}; " + (f"**{ours}**" if abs(cell["difference"]) <= NEAR else ours)
+    return f"{cell['published']:.2f}; " + (f"**{ours}**" if cell["mark"] == "reproduced" else ours)
 
 
 def duels(name: str, key: str = "duels") -> str:
@@ -137,12 +131,15 @@ def claims(name: str, asked: Sequence[Claim]) -> str:
     for text, better, than, metric in asked:
         apart = by_seed(configuration(name, better), configuration(name, than), metric)
         p, won = paired_t(apart).p, f"{sum(d > 0 for d in apart)} of {len(apart)}"
-        sure = p is not None and p < SURE
-        above = mean(apart) > 0
-        said = (
-            ("**holds**" if above else "**does not hold**") if sure else f"{'ahead' if above else 'behind'}, not surely"
+        verdicts = (
+            ("ahead, not surely", "behind, not surely")
+            if p is None or p >= SURE
+            else ("**holds**", "**does not hold**")
         )
-        rows.append([text, f"`{metric}`", f"{100 * mean(apart):+.1f}", won, significant(p), said])
+        said = verdicts[mean(apart) <= 0]
+        rows.append(
+            [text, f"`{metric}`", f"{100 * mean(apart):+.1f}", won, "too few" if p is None else f"{p:.2g}", said]
+        )
     return grid(["claim", "metric", "points", "ahead in", "p", "here"], rows)
 
 
