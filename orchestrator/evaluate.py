@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from algorithms.params import Params
     from orchestrator.client import Client
     from orchestrator.jobs import Job, Result
-    from orchestrator.worker import Worker
+    from orchestrator.worker import Store, Worker
 
 BLOCK = 256  #: test images per forward pass
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
-#: What is counted for each client and class.
-OWNED, MASKED, MATCHED, HELD_OUT, HELD_MASKED = range(5)
+#: What is counted for each client and class: on all test images, and on its own; the same on held-out ones.
+OWNED, MASKED, MATCHED, HELD_OWNED, HELD_MASKED, HELD_MATCHED = range(6)
+ON_TEST, ON_HELD_OUT = (OWNED, MASKED, MATCHED), (HELD_OWNED, HELD_MASKED, HELD_MATCHED)
 
 SPLITS = "many", "medium", "few", "head", "middle", "tail"
 SPLIT_METRICS = "generic/acc", "personal/acc_dist", "personal/acc_owned"
@@ -59,12 +60,15 @@ def known_metrics(task: str | None = None) -> list[str]:
 
 
 class SortedTest:
-    """The test images sorted by class and cut into blocks of one class each, the same for every worker."""
+    """Images that are tested on, sorted by class and cut into blocks of one class each, the same for every worker."""
 
-    def __init__(self, labels: IntArray, classes: int) -> None:
-        self.order = np.argsort(labels, kind="stable")
-        self.position = np.argsort(self.order, kind="stable")
-        edges = np.concatenate([[0], np.cumsum(np.bincount(labels, minlength=classes))]).tolist()
+    def __init__(self, labels: IntArray, classes: int, rows: IntArray | None = None) -> None:
+        """Take the labels of all images, and the rows of those that are tested on: by default all."""
+        rows = np.arange(len(labels)) if rows is None else rows
+        self.order = rows[np.argsort(labels[rows], kind="stable")]
+        self.position = np.full(len(labels), -1)
+        self.position[self.order] = np.arange(len(rows))
+        edges = np.concatenate([[0], np.cumsum(np.bincount(labels[rows], minlength=classes))]).tolist()
         self.blocks = [
             (c, start, min(start + BLOCK, edges[c + 1]))
             for c in range(classes)
@@ -94,40 +98,40 @@ def count(worker: Worker, job: Job, view: tuple[Any, ...], origin: Params, resul
     What comes back is [setting, what, class]: the algorithm's own setting first, then those that are asked for too.
     """
     shared: Tensor | None = view[0] if job.method == "shared" else None
-    classes = worker.counts.shape[1]
-    clients: list[tuple[Client, Tensor, IntArray]] = []
-    settings = worker.parts[job.part], *job.also
-    models: dict[int, list[Predictor | None]] = {}
+    part, classes = worker.parts[job.part], worker.counts.shape[1]
+    settings = part, *job.also
+    clients: list[tuple[Client, Tensor]] = []
+    models: dict[int, list[Predictor]] = {}
     for id in job.ids:
         client = worker.client(id, job.part, job.memory, origin, 0)
-        clients.append((client, (worker.counts[id] > 0), worker.tests.position[worker.split.test[id]]))
-        models[id] = [None if shared is not None else setting.personal(client, *view) for setting in settings]
-        result.values[id] = torch.zeros(len(settings), 5, classes, dtype=torch.int64)
-    for c, start, stop in worker.tests.blocks if shared is None else worker.tests.whole:
-        holders = [entry for entry in clients if entry[1][c]]
-        if not holders:
-            continue
-        x = worker.images(worker.x_test, worker.tests.order[start : stop if shared is None else start])
-        with worker.predicting():
-            for client, owned, local in holders:
-                inside = torch.as_tensor(local[(local >= start) & (local < stop)] - start, device=worker.device)
-                for model, hits in zip(models[client.id], result.values[client.id], strict=True):
-                    logits = model(x) if model is not None else view[0][start:stop]
-                    hit = logits.argmax(1) == c
-                    hits[OWNED, c] += int(hit.sum())
-                    hits[MASKED, c] += int((logits.masked_fill(~owned, -math.inf).argmax(1) == c).sum())
-                    hits[MATCHED, c] += int(hit[inside].sum())
-    for client, owned, _ in clients:
-        rows = worker.split.validation[client.id]
-        for part in np.split(rows, range(BLOCK, len(rows), BLOCK)) if len(rows) else ():
-            y, x = worker.y_train[part].to(worker.device), worker.images(worker.x_train, part)
+        clients.append((client, worker.counts[id] > 0))
+        shared_by_all = None if shared is None else part.generic(client, *view[1:])
+        models[id] = [shared_by_all or setting.personal(client, *view) for setting in settings]
+        result.values[id] = torch.zeros(len(settings), 6, classes, dtype=torch.int64)
+
+    def tally(kinds: tuple[int, int, int], tests: SortedTest, local: Sequence[IntArray], store: Store) -> None:
+        """Count hits on all images of the classes that a client owns, and among them on its own."""
+        ready = shared if kinds is ON_TEST else None  # logits
+        own, masked, matched = kinds
+        places = {client.id: tests.position[local[client.id]] for client, _ in clients}
+        for c, start, stop in tests.blocks if ready is None else tests.whole:
+            inside = {id: at[(at >= start) & (at < stop)] - start for id, at in places.items()}
+            holders = [(client, owned) for client, owned in clients if owned[c] or len(inside[client.id])]
+            if not holders:
+                continue
+            x = worker.images(store, tests.order[start : stop if ready is None else start])
             with worker.predicting():
-                for own, hits in zip(models[client.id], result.values[client.id], strict=True):
-                    model = own or worker.parts[job.part].generic(client, *view[1:])
-                    if model is not None:
-                        logits = model(x)
-                        for kind, seen in (HELD_OUT, logits), (HELD_MASKED, logits.masked_fill(~owned, -math.inf)):
-                            hits[kind] += torch.bincount(y[seen.argmax(1) == y].cpu(), minlength=classes)
+                for client, owned in holders:
+                    for model, hits in zip(models[client.id], result.values[client.id], strict=True):
+                        logits = model(x) if ready is None else ready[start:stop]
+                        hit = logits.argmax(1) == c
+                        hits[matched, c] += int(hit[torch.as_tensor(inside[client.id], device=hit.device)].sum())
+                        if owned[c]:
+                            hits[own, c] += int(hit.sum())
+                            hits[masked, c] += int((logits.masked_fill(~owned, -math.inf).argmax(1) == c).sum())
+
+    tally(ON_TEST, worker.tests, worker.split.test, worker.x_test)
+    tally(ON_HELD_OUT, worker.held_out, worker.split.validation, worker.x_train)
 
 
 def moments(worker: Worker, job: Job, view: tuple[Any, ...], origin: Params, result: Result) -> None:
@@ -192,7 +196,8 @@ class Scores:
             "test": [np.bincount(y_test[rows], minlength=classes) for rows in split.test],
             "validation": [np.bincount(y_train[rows], minlength=classes) for rows in split.validation],
         }
-        self.matched, self.held_out = (np.stack(count[k])[self.clients] for k in ("test", "validation"))
+        self.matched, self.held_matched = (np.stack(count[k])[self.clients] for k in ("test", "validation"))
+        self.held_out = np.sum(count["validation"], axis=0)
         self.generic, self.personal = generic, personal
 
     def tables(self) -> dict[str, list[dict[str, Any]]]:
@@ -251,10 +256,11 @@ class Scores:
         return list(rates_of(hits, totals).tolist())
 
     def _owned(self, what: int, among: Sequence[int] | IntArray | slice = slice(None)) -> list[float]:
-        """Return each client's mean over its owned classes of the accuracy on all test images of the class."""
+        """Return each client's mean over its owned classes of the accuracy on all images of the class."""
         assert self.personal is not None
-        owned = ((self.split.counts[self.clients] > 0) & (self.test > 0))[:, among]
-        rates = rates_of(self.personal[:, what], np.broadcast_to(self.test, self.personal[:, what].shape))[:, among]
+        there = self.test if what in ON_TEST else self.held_out
+        owned = ((self.split.counts[self.clients] > 0) & (there > 0))[:, among]
+        rates = rates_of(self.personal[:, what], np.broadcast_to(there, self.personal[:, what].shape))[:, among]
         return list(rates_of(np.where(owned, rates, 0.0).sum(1), owned.sum(1)).tolist())
 
     def metrics(self) -> dict[str, float]:
@@ -279,10 +285,8 @@ class Scores:
             worst = sorted(a for a in accuracies if not math.isnan(a))
             found["personal/acc_worst10"] = mean_of(worst[: math.ceil(len(worst) / 10)])
             if self.held_out.sum():
-                found["validation/acc_dist"] = mean_of(
-                    rates_of(self.personal[:, HELD_OUT].sum(1), self.held_out.sum(1)).tolist()
-                )
-                for kind, name in (HELD_OUT, "acc_owned"), (HELD_MASKED, "acc_owned_masked"):
-                    rates = rates_of(self.personal[:, kind], self.held_out).tolist()
-                    found[f"validation/{name}"] = mean_of([mean_of(r) or 0.0 for r in rates if mean_of(r) is not None])
+                own = rates_of(self.personal[:, HELD_MATCHED].sum(1), self.held_matched.sum(1))
+                found["validation/acc_dist"] = mean_of(own.tolist())
+                found["validation/acc_owned"] = mean_of(self._owned(HELD_OWNED))
+                found["validation/acc_owned_masked"] = mean_of(self._owned(HELD_MASKED))
         return {k: v for k, v in found.items() if v is not None}

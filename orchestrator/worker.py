@@ -86,6 +86,12 @@ class Worker:
         return evaluate.SortedTest(self.y_test.numpy(), self.counts.shape[1])
 
     @cached_property
+    def held_out(self) -> evaluate.SortedTest:
+        """The images that clients hold out, of all of them, sorted by their labels."""
+        rows = np.concatenate(self.split.validation)
+        return evaluate.SortedTest(self.y_train.numpy(), self.counts.shape[1], rows)
+
+    @cached_property
     def cells(self) -> tuple[int, ...]:
         """Height and width of the map of features that the body makes of an image."""
         with torch.no_grad():

@@ -143,6 +143,33 @@ def claims(name: str, asked: Sequence[Claim]) -> str:
     return grid(["claim", "metric", "points", "ahead in", "p", "here"], rows)
 
 
+def combinations(name: str) -> str:
+    """Show every combination of a shared model and what makes it personal: held out, and on the test; the best bold."""
+    found: dict[str, dict[str, Configuration]] = {}
+    for own in sweep(name).configurations:
+        experiment = runs_of(own)[0].experiment
+        first, *rest = (method for entry in experiment["algorithm"] for method in entry if method != "gpi")
+        (loss,) = loss if isinstance(loss := experiment["local"]["loss"], dict) else [loss]
+        prior = experiment["local"]["prior"]
+        said = LOSSES[loss] if prior == "none" else f"{LOSSES[loss]} with {PRIORS[prior]}"
+        found.setdefault(f"{METHODS[first]}{'' if first in OF_LOSS else f', {said}'}", {})[" ".join(rest)] = own
+    held, tested = "validation/acc_owned_masked", "personal/acc_owned_masked"
+    heads = [rest for rest in PERSONAL if any(rest in row for row in found.values())]
+    score = {id(own): mean(own.values(held)) for row in found.values() for own in row.values() if own.values(held)}
+    rows = []
+    for label, row in found.items():
+        cells = [label]
+        for rest in heads:
+            own = row.get(rest)
+            if own is None or not (values := own.values(held)):
+                cells.append("")
+                continue
+            text = f"{100 * mean(values):.1f}; {100 * mean(own.values(tested)):.1f}"
+            cells.append(f"**{text}**" if score[id(own)] == max(score.values()) else text)
+        rows.append(cells)
+    return grid(["", *(PERSONAL[rest] for rest in heads)], rows)
+
+
 def orders(name: str) -> str:
     """Show mIoU by classes a client and local epochs, and in brackets that of the classes alone, without background."""
     cells = {}
@@ -293,6 +320,28 @@ MUPFL = {
         "`per_class_capped`, no momentum": [f"readings_mupfl-capped/{t}" for t in ("0008", "0009", "0010", "0011")],
         "`per_class_capped`, momentum 0.9": [f"readings_mupfl-capped/{t}" for t in ("0012", "0013", "0014", "0015")],
     },
+}
+
+LOSSES = {"ce": "CE", "balanced_softmax": "BSM", "fedlc": "FedLC", "lade": "LADE"}
+PRIORS = {"local": "own counts", "global": "true counts", "gpi": "GPI"}
+METHODS = {
+    "fedavg": "FedAvg",
+    "fedprox": "FedProx",
+    "scaffold": "SCAFFOLD",
+    "balancefl": "BalanceFL",
+    "mupfl": "**MuPFL**",
+    "bpfed": "**BPFed**",
+    "fedloge": "**FedLoGe**",
+    "ldae": "**LDAE**",
+}
+OF_LOSS = "balancefl", "mupfl", "bpfed", "fedloge", "ldae"  # their loss is a part of them
+PERSONAL = {
+    "": "no more",
+    "finetune": "fine-tuning",
+    "lws": "LWS",
+    "tau_norm": "τ-norm",
+    "fedafa": "FedAFA",
+    "ecl": "ECL",
 }
 
 BLOCKS: dict[str, Callable[[], str]] = {

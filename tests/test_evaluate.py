@@ -8,7 +8,8 @@ from conftest import digits, driver, finish, tiny
 from orchestrator.data import Split
 from orchestrator.evaluate import (
     HELD_MASKED,
-    HELD_OUT,
+    HELD_MATCHED,
+    HELD_OWNED,
     MASKED,
     MATCHED,
     OWNED,
@@ -29,12 +30,13 @@ def scores():
     held_out = (np.array([0, 1]), np.array([8, 12]), np.array([], dtype=np.int64))
     made = Scores(Split(train=train, validation=held_out, test=tests, counts=counts), Y_TRAIN, Y_TEST)
     made.generic = np.array([9, 5, 2, 0])
-    personal = np.zeros((3, 5, 4), dtype=np.int64)
+    personal = np.zeros((3, 6, 4), dtype=np.int64)
     personal[0, OWNED], personal[0, MASKED] = [10, 0, 0, 0], [10, 0, 0, 0]
-    personal[0, MATCHED], personal[0, HELD_OUT] = [3, 0, 0, 0], [1, 0, 0, 0]
+    personal[0, MATCHED], personal[0, HELD_MATCHED] = [3, 0, 0, 0], [1, 0, 0, 0]
     personal[1, OWNED], personal[1, MASKED] = [8, 4, 0, 0], [9, 6, 3, 0]
-    personal[1, MATCHED], personal[1, HELD_OUT] = [1, 1, 0, 0], [1, 0, 0, 0]
-    personal[0, HELD_MASKED], personal[1, HELD_MASKED] = [2, 0, 0, 0], [1, 1, 0, 0]
+    personal[1, MATCHED], personal[1, HELD_MATCHED] = [1, 1, 0, 0], [1, 0, 0, 0]
+    personal[0, HELD_OWNED], personal[1, HELD_OWNED] = [2, 0, 0, 0], [1, 0, 0, 0]
+    personal[0, HELD_MASKED], personal[1, HELD_MASKED] = [3, 0, 0, 0], [2, 1, 0, 0]
     personal[2, OWNED], personal[2, MASKED] = [0, 0, 0, 5], [0, 0, 0, 10]
     made.personal = personal
     return made
@@ -58,10 +60,11 @@ def test_matched_is_the_mean_over_clients_that_have_a_test():
 
 
 def test_validation_is_scored_on_held_out_training_images():
+    """As on the test: by its own images, or by everybody's of its classes; here 3 of class 0 and 1 of class 1."""
     found = scores().metrics()
     assert found["validation/acc_dist"] == pytest.approx((1 / 2 + 1 / 2) / 2)
-    assert found["validation/acc_owned"] == pytest.approx((1 / 2 + (1.0 + 0.0) / 2) / 2)
-    assert found["validation/acc_owned_masked"] == pytest.approx((1.0 + (1.0 + 1.0) / 2) / 2)
+    assert found["validation/acc_owned"] == pytest.approx((2 / 3 + (1 / 3 + 0 / 1) / 2) / 2)
+    assert found["validation/acc_owned_masked"] == pytest.approx((3 / 3 + (2 / 3 + 1 / 1) / 2) / 2)
 
 
 def test_groups_by_count_and_by_share():
@@ -107,6 +110,9 @@ def test_blocks_are_of_one_class_and_cover_the_test_set():
     assert sorted(covered) == list(range(len(labels)))
     assert all(set(labels[tests.order[a:b]]) == {c} for c, a, b in tests.blocks)
     assert (labels[tests.order][tests.position] == labels).all()
+    some = SortedTest(labels, 3, rows=np.array([7, 2, 1]))
+    assert (some.order.tolist(), some.position[[7, 1, 2, 0]].tolist()) == ([7, 1, 2], [0, 1, 2, -1])
+    assert some.blocks == [(0, 0, 2), (1, 2, 3)]
 
 
 def test_a_run_counts_as_a_plain_loop_would():
@@ -120,7 +126,9 @@ def test_a_run_counts_as_a_plain_loop_would():
         )
     )
     found, worker, data = run.history[-1]["metrics"], run.engine.worker, digits()
-    dist, owned_acc, masked_acc, held, held_masked = [], [], [], [], []
+    dist, owned_acc, masked_acc, held, held_owned, held_masked = [], [], [], [], [], []
+    pool = np.concatenate(run.split.validation)
+    assert len(pool)
     everything = worker.images(worker.x_test, np.arange(len(data.y_test)))
     with torch.no_grad():
         generic = run.engine.worker.head(run.server.model, worker.features(run.server.model, everything)).argmax(1)
@@ -138,12 +146,16 @@ def test_a_run_counts_as_a_plain_loop_would():
             if len(rows):
                 y, logits = data.y_train[rows], worker.head(w, worker.features(w, worker.images(worker.x_train, rows)))
                 held.append((logits.argmax(1).numpy() == y).mean())
-                masked = np.array(owned)[logits[:, owned].argmax(1).numpy()] == y
-                held_masked.append(np.mean([masked[y == c].mean() for c in np.unique(y)]))
+            y, logits = data.y_train[pool], worker.head(w, worker.features(w, worker.images(worker.x_train, pool)))
+            masked = np.array(owned)[logits[:, owned].argmax(1).numpy()] == y
+            among = np.intersect1d(y, owned)
+            held_masked.append(np.mean([masked[y == c].mean() for c in among]))
+            held_owned.append(np.mean([(logits.argmax(1).numpy() == y)[y == c].mean() for c in among]))
     assert found["personal/acc_dist"] == pytest.approx(np.mean(dist))
     assert found["personal/acc_owned"] == pytest.approx(np.mean(owned_acc))
     assert found["personal/acc_owned_masked"] == pytest.approx(np.mean(masked_acc))
     assert found["validation/acc_dist"] == pytest.approx(np.mean(held))
+    assert found["validation/acc_owned"] == pytest.approx(np.mean(held_owned))
     assert found["validation/acc_owned_masked"] == pytest.approx(np.mean(held_masked))
 
 
