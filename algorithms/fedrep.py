@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from algorithms.base import Card, Client, Cohort, Predictor, State, Sum, knob
+from algorithms.base import Card, Client, Cohort, Phase, Predictor, State, Sum, knob
 from algorithms.fedavg import FedAvg
 from algorithms.params import Params
 from algorithms.parts import alone, classifier, joined
@@ -20,13 +20,20 @@ class FedRep(FedAvg):
     """
 
     card: ClassVar[Card] = Card("personalized", uploads="body; classifier for evaluation only", keeps="classifier")
+    later: ClassVar[dict[str, str]] = {"visit": "final_epochs"}
     shares_head: ClassVar[bool] = False
     head_epochs: int = knob(10, ge=0)  #: epochs on h_k while phi is frozen, tau_h
     body_epochs: int | None = knob(None, ge=0)  #: epochs on phi while h_k is frozen; None: the experiment's
+    final_epochs: int = knob(0, ge=0)  #: epochs on h_k alone in a last visit to everyone; 0: none
 
     def client_state(self, client: Client, model: Params) -> dict[str, Any]:
         """All classifiers start alike."""
         return {"own": model.head}
+
+    def phases(self) -> list[Phase]:
+        """List the experiment's rounds, then the last visit."""
+        last = [Phase(self.visit, rounds=1, everyone=True)] if self.final_epochs else []
+        return [Phase(self.train), *last]
 
     def train(self, server: State, clients: Cohort) -> None:
         """Average phi by sample counts, and beside it the classifiers."""
@@ -38,6 +45,14 @@ class FedRep(FedAvg):
         h = client.state.own = classifier(client, phi, client.state.own, self.head_epochs)
         phi = alone(client, self.objective, h, phi, self.body_epochs)
         return Sum.weighted(client.n, w=joined(phi, h))
+
+    def visit(self, server: State, clients: Cohort) -> None:
+        """Send the representation to everyone once more; nothing comes back."""
+        clients.map(self.last, server.model.body)
+
+    def last(self, client: Client, phi: Params) -> None:
+        """Fit h_k to the final phi, which who was not lately selected has not seen."""
+        client.state.own = classifier(client, phi, client.state.own, self.final_epochs)
 
     def generic(self, client: Client, *view: Any) -> Predictor | None:
         """Predict with the representation and the average of the classifiers."""

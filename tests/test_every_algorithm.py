@@ -32,7 +32,7 @@ QUICK = {
     "fedbabu": {"finetune_epochs": 1},
     "fedetf": {"alternations": 2},
     "fedloge": {"ssec_steps": 50, "finetune_epochs": 1},
-    "fedrep": {"head_epochs": 2},
+    "fedrep": {"head_epochs": 2, "final_epochs": 1},
     "finetune": {"epochs": 1},
     "mislas": {"epochs": 1},
     "mupfl": {"classifier_epochs": 2, "match_steps": 3, "features_per_class": 5, "grad_repeats": 1},

@@ -286,6 +286,27 @@ def test_fedrep_trains_heads_before_the_body():
     torch.testing.assert_close(run.memory[k]["own"]["head.bias"], model.head.bias.detach())
 
 
+def test_fedreps_last_visit_fits_everyones_head_to_the_final_body():
+    """One full batch: by hand, each head takes one step on the features of the last round's body, and nothing else."""
+    knobs, local = {"head_epochs": 1, "body_epochs": 1}, {"lr": 0.1, "momentum": 0.0, "batch": 4096}
+    before = finish(begin({"fedrep": knobs}, local=local, rounds=1))
+    run = finish(begin({"fedrep": knobs | {"final_epochs": 1}}, local=local, rounds=1))
+    assert [line["phase"] for line in run.history] == ["fedrep.train", "fedrep.visit"]
+    assert run.server.model == before.server.model
+    assert set(before.memory) < set(run.memory)
+    assert sorted(run.memory) == run.selectable
+    for k in run.selectable:
+        client = client_of(run, k)
+        model = copy.deepcopy(run.engine.worker.network)
+        own = before.memory[k]["own"] if k in before.memory else run.origin.head
+        model.load_state_dict({**run.server.model.body, **own})
+        F.cross_entropy(model(client.x), client.y).backward()
+        with torch.no_grad():
+            for p in model.head.parameters():
+                p -= 0.1 * p.grad
+        close(run.memory[k]["own"], {n: v for n, v in model.state_dict().items() if head(n)})
+
+
 # Fine-tuning of FedBABU ----------------------------------------------------------------------------------------------
 
 
