@@ -5,6 +5,7 @@ A table stands between `<!-- NAME -->` and `<!-- end -->`; below is what each na
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import sys
@@ -143,8 +144,8 @@ def claims(name: str, asked: Sequence[Claim]) -> str:
     return grid(["claim", "metric", "points", "ahead in", "p", "here"], rows)
 
 
-def combinations(name: str) -> str:
-    """Show every combination of a shared model and what makes it personal: held out, and on the test; the best bold."""
+def combinations(name: str, metric: str) -> str:
+    """Show every combination of a shared model and what makes it personal: held out; on the test; the best bold."""
     found: dict[str, dict[str, Configuration]] = {}
     for own in sweep(name).configurations:
         experiment = runs_of(own)[0].experiment
@@ -153,7 +154,7 @@ def combinations(name: str) -> str:
         prior = experiment["local"]["prior"]
         said = LOSSES[loss] if prior == "none" else f"{LOSSES[loss]} with {PRIORS[prior]}"
         found.setdefault(f"{METHODS[first]}{'' if first in OF_LOSS else f', {said}'}", {})[" ".join(rest)] = own
-    held, tested = "validation/acc_owned_masked", "personal/acc_owned_masked"
+    held, tested = f"validation/{metric}", f"personal/{metric}"
     heads = [rest for rest in PERSONAL if any(rest in row for row in found.values())]
     score = {id(own): mean(own.values(held)) for row in found.values() for own in row.values() if own.values(held)}
     rows = []
@@ -168,6 +169,29 @@ def combinations(name: str) -> str:
             cells.append(f"**{text}**" if score[id(own)] == max(score.values()) else text)
         rows.append(cells)
     return grid(["", *(PERSONAL[rest] for rest in heads)], rows)
+
+
+def gpi(name: str, trial: str) -> str:
+    """Show what GPI finds of each class, and what it would find if an update told the shares exactly, over seeds."""
+    rows = []
+    for t in configuration(name, trial).trials:
+        artifacts = RESULTS / name / "trials" / t["id"] / "artifacts"
+        drawn = json.loads((artifacts / "1-gpi.proxy/portraits/gpi.json").read_text(encoding="utf-8"))["series"]
+        with next(artifacts.glob("*/per_client_class.csv")).open(encoding="utf-8") as file:
+            cells = [(int(r["client"]), int(r["class"]), int(r["train"])) for r in csv.DictReader(file)]
+        classes = len(drawn["GPI"])
+        counts = [[0] * classes for _ in range(1 + max(client for client, *_ in cells))]
+        for client, c, n in cells:
+            counts[client][c] = n
+        exact = [0.0] * classes
+        for own in counts:  # a row of the classifier grows by what a class has beyond its even share; eq. 7 drops the rest
+            above = [max(n / sum(own) - 1 / classes, 0) for n in own]
+            exact = [e + sum(own) * a / sum(above) for e, a in zip(exact, above, strict=True)]
+        true = [sum(column) for column in zip(*counts, strict=True)]
+        found = [sum(true) * share for share in drawn["GPI"]]
+        for label, values in ("images", true), ("exactly by eq. 7", exact), ("found", found):
+            rows.append([f"{label}, seed {t['params']['seed']}", *(f"{v:.0f}" for v in values)])
+    return grid(["class", *map(str, range(len(rows[0]) - 1))], rows)
 
 
 def orders(name: str) -> str:
@@ -249,7 +273,7 @@ COLUMNS = {
     "generic/acc": "`generic/acc`",
     "personal/acc_owned": "`personal/acc_owned`",
     "personal/acc_dist": "`personal/acc_dist`",
-    "validation/acc_owned": "held out, owned",
+    "validation/acc_owned": "own held out",
 }
 OWNED, GENERIC, MIX = "personal/acc_owned", "generic/acc", "personal/acc_dist"
 CLAIMS: list[Claim] = [
@@ -358,6 +382,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "camvid parts": lambda: means("camvid_parts", CAMVID_PARTS, OF_PARTS, seeds=2),
     "camvid orders": lambda: orders("camvid_orders"),
     "cifar10": lambda: means("cifar10", CIFAR10, COLUMNS),
+    "cifar10 gpi": lambda: gpi("cifar10", "0027"),
     "cifar10 claims": lambda: claims("cifar10", CLAIMS),
     "cifar10 claims short": lambda: claims("cifar10", SHORT),
 }
