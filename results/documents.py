@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import yaml
+
 from orchestrator.comparison import by_seed, paired_t
 from orchestrator.findings import Report, collect
 from orchestrator.runs import runs_of
@@ -184,7 +186,9 @@ def gpi(name: str, trial: str) -> str:
         for client, c, n in cells:
             counts[client][c] = n
         exact = [0.0] * classes
-        for own in counts:  # a row of the classifier grows by what a class has beyond its even share; eq. 7 drops the rest
+        for (
+            own
+        ) in counts:  # a row of the classifier grows by what a class has beyond its even share; eq. 7 drops the rest
             above = [max(n / sum(own) - 1 / classes, 0) for n in own]
             exact = [e + sum(own) * a / sum(above) for e, a in zip(exact, above, strict=True)]
         true = [sum(column) for column in zip(*counts, strict=True)]
@@ -241,6 +245,24 @@ def of_mupfl() -> str:
         for label, trials in readings.items():
             rows.append([label, value(trials[0], True), *(value(trial, False) for trial in trials)])
     heads = "FedAvg, shared", "after 10 more epochs (FedProx)", "Ditto", "FedRep", "MuPFL"
+    return grid(["", *heads], rows)
+
+
+def of_bpfed() -> str:
+    """Show readings of BPFed's Tables 2 and 4 at IF = 50, β = 0.5, by `personal/acc_owned`, one seed."""
+
+    def value(reference: str) -> str:
+        place, _, phase = reference.partition("@")
+        lines = history(RESULTS / place.replace("/", "/trials/")) if place else []
+        last = extremes([line for line in lines if line["phase"].startswith(phase)])[0]
+        return f"{100 * last['personal/acc_owned']:.1f}" if last else "-"
+
+    printed = yaml.safe_load((RESULTS.parent / "search_spaces/tables/published.yaml").read_text(encoding="utf-8"))
+    parts, others = printed["bpfed_4"]["rows"].values(), printed["bpfed_2"]["rows"]
+    known = [others["FedAvg"][0], others["FedAFA"][0], others["FedPer"][0], *(row[0] for row in parts)]
+    rows = [["published", *(f"{number:.1f}" for number in known), "-"]]
+    rows += [[label, *map(value, references)] for label, references in BPFED.items()]
+    heads = "FedAvg", "FedAFA", "FedPer", "CE", "+ mixup", "+ features", "+ LS, all", "+ LS, owned", "LS without mixup"
     return grid(["", *heads], rows)
 
 
@@ -346,6 +368,22 @@ MUPFL = {
     },
 }
 
+#: FedAvg, FedAFA, FedPer, BPFed's five rows, BPFed without mixup; `@` the phase by whose model.
+BPFED = {
+    "`per_class`, crops and flips: the table's": [
+        *(f"cifar10/{t}" for t in ("0000", "0054", "0003", "0006", "0009", "0012", "0015", "0018")),
+        "",
+    ],
+    "`grouped_equal`, crops and flips": [
+        "readings_bpfed/0016@fedavg",
+        *(f"readings_bpfed/{t}" for t in ("0016", "0000", "0002", "0004", "0006", "0008", "0010", "0012")),
+    ],
+    "`grouped_equal`, images as they are": [
+        "readings_bpfed/0018@fedavg",
+        *(f"readings_bpfed/{t}" for t in ("0018", "0001", "0003", "0005", "0007", "0009", "0011", "0013")),
+    ],
+}
+
 LOSSES = {"ce": "CE", "balanced_softmax": "BSM", "fedlc": "FedLC", "lade": "LADE"}
 PRIORS = {"local": "own counts", "global": "true counts", "gpi": "GPI"}
 METHODS = {
@@ -382,6 +420,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "camvid parts": lambda: means("camvid_parts", CAMVID_PARTS, OF_PARTS, seeds=2),
     "camvid orders": lambda: orders("camvid_orders"),
     "cifar10": lambda: means("cifar10", CIFAR10, COLUMNS),
+    "bpfed readings": of_bpfed,
     "cifar10 gpi": lambda: gpi("cifar10", "0027"),
     "cifar10 claims": lambda: claims("cifar10", CLAIMS),
     "cifar10 claims short": lambda: claims("cifar10", SHORT),
