@@ -6,6 +6,7 @@ A table stands between `<!-- NAME -->` and `<!-- end -->`; below is what each na
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import re
 import sys
@@ -94,8 +95,13 @@ def duels(name: str, key: str = "duels") -> str:
 
 
 def fingerprint(name: str) -> str:
-    """Name the runs of a table."""
-    return f"Fingerprint of the runs: `{published(name)['fingerprint'][:12]}`.\n"
+    """Name the runs of a table or of a sweep."""
+    if (RESULTS / name / "table.json").exists():
+        whole = published(name)["fingerprint"]
+    else:
+        runs = {t["id"]: t["fingerprint"] for own in sweep(name).configurations for t in own.trials if t["fingerprint"]}
+        whole = hashlib.sha256("".join(f"{id} {runs[id]}\n" for id in sorted(runs)).encode()).hexdigest()
+    return f"Fingerprint of the runs: `{whole[:12]}`.\n"
 
 
 # Sweeps ---------------------------------------------------------------------------------------------------------------
@@ -406,6 +412,30 @@ PERSONAL = {
     "ecl": "ECL",
 }
 
+OF_TOGETHER = {
+    "personal/acc_owned_masked": "`personal/acc_owned_masked`",
+    "personal/acc_owned": "`personal/acc_owned`",
+    "personal/acc_dist": "`personal/acc_dist`",
+    "generic/acc": "`generic/acc`",
+}
+TOGETHER = {
+    "FedProx, BSM with own counts": "0120",
+    "FedAvg, BSM with own counts, LWS": "0054",
+    "FedAvg, CE, fine-tuning": "0003",
+    "**ECL** (FedAvg, CE, ECL)": "0015",
+    "**LDAE**": "0132",
+    "**FedLoGe**": "0135",
+    "**BPFed**": "0138",
+    "**MuPFL**": "0141",
+    "FedAvg": "0000",
+}
+FIVE = {"ECL": "0015", "LDAE": "0132", "FedLoGe": "0135", "BPFed": "0138", "MuPFL": "0141"}
+OVER_FIVE: list[Claim] = [
+    *((f"FedProx with BSM over {name}", "0120", trial, "personal/acc_owned_masked") for name, trial in FIVE.items()),
+    *((f"LWS after BSM over {name}", "0054", trial, OWNED) for name, trial in FIVE.items()),
+    *((f"fine-tuned FedAvg over {name}", "0003", trial, MIX) for name, trial in FIVE.items()),
+]
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "ecl_2": lambda: beside("ecl_2"),
     "ecl_2 duels": lambda: duels("ecl_2"),
@@ -420,6 +450,13 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "camvid parts": lambda: means("camvid_parts", CAMVID_PARTS, OF_PARTS, seeds=2),
     "camvid orders": lambda: orders("camvid_orders"),
     "cifar10": lambda: means("cifar10", CIFAR10, COLUMNS),
+    "cifar10 fingerprint": lambda: fingerprint("cifar10"),
+    "bpfed readings fingerprint": lambda: fingerprint("readings_bpfed"),
+    "combinations fingerprint": lambda: fingerprint("combinations"),
+    "combinations masked": lambda: combinations("combinations", "acc_owned_masked"),
+    "combinations owned": lambda: combinations("combinations", "acc_owned"),
+    "combinations five": lambda: means("combinations", TOGETHER, OF_TOGETHER),
+    "combinations claims": lambda: claims("combinations", OVER_FIVE),
     "bpfed readings": of_bpfed,
     "cifar10 gpi": lambda: gpi("cifar10", "0027"),
     "cifar10 claims": lambda: claims("cifar10", CLAIMS),
