@@ -2,7 +2,8 @@
 
 The body learns against a classifier that is fixed from the start (SSE-C, eq. 2-5); two auxiliary heads learn beside it
 on its features. Afterwards their norms, which follow the classes' sizes, realign the classifiers: eq. 6 makes the
-generic one (GA-FR), eq. 7 the personal ones (LA-FR). Tables 3 and 7 to 9 are the ablations that the fields can say.
+generic one (GA-FR), eq. 7 the personal ones (LA-FR), to whose logits those of a client's own head are added: the text
+does not say so, but the authors' code does. Tables 3 and 7 to 9 are the ablations that the fields can say.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class FedLoGe(Algorithm):
     la_fr: bool = True  #: whether phi'_k replaces phi_k (eq. 7)
     lafr_base: Literal["raw", "unit"] = "raw"  #: eq. 7 scales psi as trained, or psi' as in Algorithm 1
     lafr_scale: Literal["norm", "counts"] = "norm"  #: by ||phi_{k,c}||, or by the class's share of D_k (Table 7)
-    pm_logits: Literal["realigned", "realigned_plus_local"] = "realigned"  #: of phi'_k, or of phi'_k + phi_k
+    pm_logits: Literal["realigned", "realigned_plus_local"] = "realigned_plus_local"  #: of phi'_k, or of phi'_k + phi_k
     finetune_epochs: int = knob(0, ge=0)  #: epochs on phi'_k, or without LA-FR on phi_k, theta frozen
     finetune_lr: float | None = knob(None, gt=0)  #: eta of the fine-tuning; None: the experiment's
     heads_bias: bool = False  #: whether heads have biases: random in Psi*, trained in psi and phi, never realigned

@@ -21,6 +21,7 @@ from orchestrator.worker import network
 W, B, P = "head.weight", "head.bias", "projection"
 NETS = {"cnn_small": {"name": "cnn_small"}, "resnet8": {"name": "resnet8", "width": 4}}
 STEPS = 20  # of the fixed head, whose angles do not matter here
+EQ_7 = {"ssec_steps": STEPS, "pm_logits": "realigned"}  # the personal model as the text has it, without the own head
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -33,7 +34,7 @@ def cache(tmp_path_factory):
 
 def start(net: str = "cnn_small", knobs: dict | None = None, **changes: object) -> Driver:
     """Return a run of FedLoGe that has not begun."""
-    return driver(tiny(model=NETS[net], algorithm={"fedloge": {"ssec_steps": STEPS} | (knobs or {})}, **changes))
+    return driver(tiny(model=NETS[net], algorithm={"fedloge": EQ_7 | (knobs or {})}, **changes))
 
 
 def run(net: str = "cnn_small", **knobs: object) -> Driver:
@@ -291,7 +292,7 @@ def test_without_either_there_is_one_stage(trained):
 def localised(run: Driver, id: int, **knobs: object) -> Params:
     """Return what the last stage with these knobs makes of a client's phi."""
     client = client_of(run, id, lr=0.05)
-    FedLoGe(**knobs).localise(client, run.server.model.body, run.server.psi)
+    FedLoGe(**EQ_7 | knobs).localise(client, run.server.model.body, run.server.psi)
     return client.state.phi
 
 
@@ -331,7 +332,7 @@ def test_variants_of_eq_7_change_phi_alone(knob, value, base, trained):
 
 def test_added_heads_are_added_logits(base, trained):
     x = client_of(base, 0).x[:30]
-    h, _, both = logits(run(pm_logits="realigned_plus_local"), 0, x)
+    h, _, both = logits(run(pm_logits=FedLoGe().pm_logits), 0, x)  # which is the default
     assert torch.allclose(both, logits(base, 0, x)[2] + h @ client_of(trained, 0).state.phi[W].T, atol=1e-4)
 
 
@@ -454,7 +455,7 @@ def test_clients_with_next_to_no_data(net, knobs):
 
 
 def test_a_class_nobody_has_learnt_is_no_division_by_zero():
-    algorithm, begun = FedLoGe(ssec_steps=STEPS), start()
+    algorithm, begun = FedLoGe(**EQ_7), start()
     client, nothing = client_of(begun, 0), begun.server.psi.zeros()
     begun.server.psi = nothing
     algorithm.realign_generic(begun.server, None)
