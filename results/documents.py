@@ -288,20 +288,17 @@ CIFAR10 = {
     "**LDAE** with GPI": "0030",
     "FedAvg, BSM with GPI of at least 100 images a class": "0033",
     "**LDAE** with GPI of at least 100 images a class": "0034",
-    "FedLoGe, ETF alone": "0039",
-    "FedLoGe, SSE-C alone": "0042",
-    "SSE-C and GA-FR": "0045",
-    "SSE-C and LA-FR": "0048",
-    "**FedLoGe** (SSE-C, GA-FR, LA-FR)": "0051",
+    "FedLoGe, ETF alone": "readings_fedloge/0033",
+    "FedLoGe, SSE-C alone": "readings_fedloge/0024",
+    "**FedLoGe** (SSE-C, GA-FR, LA-FR)": "readings_fedloge/0003",
     "FedAFA": "0054",
     "CReFF": "0057",
-    "BalanceFL": "0060",
+    "BalanceFL": "combinations-cifar10/0012",
 }
 COLUMNS = {
     "generic/acc": "`generic/acc`",
     "personal/acc_owned": "`personal/acc_owned`",
     "personal/acc_dist": "`personal/acc_dist`",
-    "validation/acc_owned": "own held out",
 }
 OWNED, GENERIC, MIX = "personal/acc_owned", "generic/acc", "personal/acc_dist"
 CLAIMS: list[Claim] = [
@@ -309,6 +306,7 @@ CLAIMS: list[Claim] = [
     ("BPFed over FedAvg", "0018", "0000", OWNED),
     ("BPFed over FedAFA", "0018", "0054", OWNED),
     ("BPFed over CReFF", "0018", "0057", OWNED),
+    ("BPFed over BalanceFL", "0018", "combinations-cifar10/0012", OWNED),
     ("BPFed, Table 4: mixup helps", "0009", "0006", OWNED),
     ("… feature augmentation helps", "0012", "0009", OWNED),
     ("… smoothing over all classes helps", "0015", "0012", OWNED),
@@ -318,12 +316,13 @@ CLAIMS: list[Claim] = [
     ("… the same with GPI of at least 100 images a class", "0033", "0021", GENERIC),
     ("LDAE over BSM, both with GPI", "0030", "0027", GENERIC),
     ("… the same with GPI of at least 100 images a class", "0034", "0033", GENERIC),
-    ("FedLoGe over FedAvg, generic model", "0051", "0000", GENERIC),
-    ("FedLoGe over FedAvg, personal model", "0051", "0000", MIX),
-    ("FedLoGe, Table 3: SSE-C over ETF", "0042", "0039", GENERIC),
-    ("… GA-FR helps the generic model", "0045", "0042", GENERIC),
-    ("… LA-FR helps the personal model", "0048", "0042", MIX),
-    ("… on the classes that clients own", "0048", "0042", OWNED),
+    ("FedLoGe over FedAvg, generic model", "readings_fedloge/0003", "0000", GENERIC),
+    ("FedLoGe over FedAvg, personal model", "readings_fedloge/0003", "0000", MIX),
+    ("FedLoGe, Table 3: SSE-C over ETF", "readings_fedloge/0024", "readings_fedloge/0033", GENERIC),
+    ("… GA-FR helps the generic model", "readings_fedloge/0003", "readings_fedloge/0024", GENERIC),
+    ("… LA-FR helps the personal model", "readings_fedloge/0003", "readings_fedloge/0024", MIX),
+    ("… on the classes that clients own", "readings_fedloge/0003", "readings_fedloge/0024", OWNED),
+    ("… with its step of tuning, fifteen epochs", "readings_fedloge/0019", "readings_fedloge/0024", MIX),
 ]
 SHORT: list[Claim] = [
     ("BPFed over FedPer", "0018", "0003", OWNED),
@@ -333,9 +332,35 @@ SHORT: list[Claim] = [
     ("LDAE over BSM, both with GPI", "0030", "0027", GENERIC),
     ("… both with GPI of at least 100 images a class", "0034", "0033", GENERIC),
     ("GPI serves BSM as well as the true prior", "0027", "0024", GENERIC),
-    ("FedLoGe over FedAvg, generic model", "0051", "0000", GENERIC),
-    ("… personal model", "0051", "0000", MIX),
+    ("FedLoGe over FedAvg, generic model", "readings_fedloge/0003", "0000", GENERIC),
+    ("… personal model", "readings_fedloge/0003", "0000", MIX),
+    ("FedLoGe's parts: SSE-C over ETF", "readings_fedloge/0024", "readings_fedloge/0033", GENERIC),
+    ("… GA-FR, generic model", "readings_fedloge/0003", "readings_fedloge/0024", GENERIC),
+    ("… LA-FR, personal model", "readings_fedloge/0003", "readings_fedloge/0024", MIX),
+    ("… LA-FR and its step of tuning", "readings_fedloge/0019", "readings_fedloge/0024", MIX),
 ]
+FEDLOGE = {
+    "FedAvg": "cifar10/0000",
+    "ETF alone": "0033",
+    "ETF, realigned as in the text": "0027",
+    "ETF, realigned, with the own head's logits": "0028",
+    "SSE-C of norm 0.1 alone": "cifar10/0042",
+    "SSE-C of norm 0.1, realigned as in the text": "0000",
+    "SSE-C of norm 0.1, realigned as in the text, tuned": "0018",
+    "SSE-C of norm 0.1, realigned, with the own head's logits": "0001",
+    "SSE-C of norm 0.1, unit vectors realigned, with the own head's logits": "0012",
+    "SSE-C of norm 1 alone": "0024",
+    "SSE-C of norm 1, realigned as in the text": "0002",
+    "SSE-C of norm 1, realigned as in the text, tuned": "0019",
+    "**SSE-C of norm 1, realigned, with the own head's logits**": "0003",
+    "SSE-C of norm 1, unit vectors realigned, with the own head's logits": "0013",
+}
+OF_FEDLOGE = {
+    "generic/acc": "`generic/acc`",
+    "personal/acc_dist": "`personal/acc_dist`",
+    "validation/acc_dist": "held out, `acc_dist`",
+    "personal/acc_owned": "`personal/acc_owned`",
+}
 PIXELS = {
     "personal/miou": "`personal/miou`",
     "personal/macc": "`personal/macc`",
@@ -412,14 +437,27 @@ PERSONAL = {
     "ecl": "ECL",
 }
 
-OF_TOGETHER = {
+OF_TOLD = {
+    "generic/acc": "`generic/acc`",
+    "personal/acc_dist": "`personal/acc_dist`",
+    "personal/acc_owned": "`personal/acc_owned`",
+    "personal/acc_worst10": "`personal/acc_worst10`",
+}
+TOGETHER = {
+    "BalanceFL, LWS": "0150",
     "personal/acc_owned_masked": "`personal/acc_owned_masked`",
     "personal/acc_owned": "`personal/acc_owned`",
     "personal/acc_dist": "`personal/acc_dist`",
     "generic/acc": "`generic/acc`",
 }
+TOLD = {
+    "generic/acc": "`generic/acc`",
+    "personal/acc_dist": "`personal/acc_dist`",
+    "personal/acc_owned": "`personal/acc_owned`",
+    "personal/acc_worst10": "`personal/acc_worst10`",
+}
 TOGETHER = {
-    "FedProx, BSM with own counts": "0120",
+    "BalanceFL, LWS": "0150",
     "FedAvg, BSM with own counts, LWS": "0054",
     "FedAvg, CE, fine-tuning": "0003",
     "**ECL** (FedAvg, CE, ECL)": "0015",
@@ -431,11 +469,33 @@ TOGETHER = {
 }
 FIVE = {"ECL": "0015", "LDAE": "0132", "FedLoGe": "0135", "BPFed": "0138", "MuPFL": "0141"}
 OVER_FIVE: list[Claim] = [
-    *((f"FedProx with BSM over {name}", "0120", trial, "personal/acc_owned_masked") for name, trial in FIVE.items()),
+    *((f"LWS after BalanceFL over {name}", "0150", trial, OWNED) for name, trial in FIVE.items()),
     *((f"LWS after BSM over {name}", "0054", trial, OWNED) for name, trial in FIVE.items()),
     *((f"fine-tuned FedAvg over {name}", "0003", trial, MIX) for name, trial in FIVE.items()),
 ]
-
+TOGETHER10 = {
+    "BalanceFL, LWS": "0015",
+    "FedAvg, BSM with own counts, LWS": "0003",
+    "FedAvg, CE, fine-tuning": "0036",
+    "**ECL** (FedAvg, CE, ECL)": "0033",
+    "**LDAE** with GPI of at least 100 images a class": "cifar10/0034",
+    "**FedLoGe**": "readings_fedloge/0003",
+    "**BPFed**": "cifar10/0018",
+    "**MuPFL**": "0048",
+    "FedAvg": "0027",
+}
+FIVE10 = {
+    "ECL": "0033",
+    "LDAE": "cifar10/0034",
+    "FedLoGe": "readings_fedloge/0003",
+    "BPFed": "cifar10/0018",
+    "MuPFL": "0048",
+}
+OVER_FIVE10: list[Claim] = [
+    *((f"LWS after BalanceFL over {name}", "0015", trial, OWNED) for name, trial in FIVE10.items()),
+    *((f"LWS after BSM over {name}", "0003", trial, OWNED) for name, trial in FIVE10.items()),
+    *((f"fine-tuned FedAvg over {name}", "0036", trial, MIX) for name, trial in FIVE10.items()),
+]
 BLOCKS: dict[str, Callable[[], str]] = {
     "ecl_2": lambda: beside("ecl_2"),
     "ecl_2 duels": lambda: duels("ecl_2"),
@@ -455,8 +515,15 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "combinations fingerprint": lambda: fingerprint("combinations"),
     "combinations masked": lambda: combinations("combinations", "acc_owned_masked"),
     "combinations owned": lambda: combinations("combinations", "acc_owned"),
-    "combinations five": lambda: means("combinations", TOGETHER, OF_TOGETHER),
+    "results fashion": lambda: means("combinations", TOGETHER, TOLD),
+    "results cifar10": lambda: means("combinations-cifar10", TOGETHER10, TOLD),
+    "cifar10 combinations": lambda: combinations("combinations-cifar10", "acc_owned"),
+    "cifar10 combinations masked": lambda: combinations("combinations-cifar10", "acc_owned_masked"),
+    "cifar10 combinations claims": lambda: claims("combinations-cifar10", OVER_FIVE10),
+    "cifar10 combinations fingerprint": lambda: fingerprint("combinations-cifar10"),
     "combinations claims": lambda: claims("combinations", OVER_FIVE),
+    "fedloge readings": lambda: means("readings_fedloge", FEDLOGE, OF_FEDLOGE),
+    "fedloge readings fingerprint": lambda: fingerprint("readings_fedloge"),
     "bpfed readings": of_bpfed,
     "cifar10 gpi": lambda: gpi("cifar10", "0027"),
     "cifar10 claims": lambda: claims("cifar10", CLAIMS),
