@@ -413,6 +413,11 @@ BPFED = {
         "readings_bpfed/0018@fedavg",
         *(f"readings_bpfed/{t}" for t in ("0018", "0001", "0003", "0005", "0007", "0009", "0011", "0013")),
     ],
+    "… and five local epochs instead of one": [
+        "",
+        "",
+        *(f"readings_bpfed-longer/{t}" for t in ("0000", "0001", "0002", "0003", "0004", "0005", "0008")),
+    ],
 }
 
 LOSSES = {"ce": "CE", "balanced_softmax": "BSM", "fedlc": "FedLC", "lade": "LADE"}
