@@ -95,13 +95,10 @@ def duels(name: str, key: str = "duels") -> str:
 
 
 def fingerprint(name: str) -> str:
-    """Name the runs of a table or of a sweep."""
-    if (RESULTS / name / "table.json").exists():
-        whole = published(name)["fingerprint"]
-    else:
-        runs = {t["id"]: t["fingerprint"] for own in sweep(name).configurations for t in own.trials if t["fingerprint"]}
-        whole = hashlib.sha256("".join(f"{id} {runs[id]}\n" for id in sorted(runs)).encode()).hexdigest()
-    return f"Fingerprint of the runs: `{whole[:12]}`.\n"
+    """Name the runs of a table or of another sweep, as the report of a table does."""
+    runs = {t["id"]: t["fingerprint"] for own in sweep(name).configurations for t in own.trials if t["fingerprint"]}
+    told = "".join(f"{id} {runs[id]}\n" for id in sorted(runs))
+    return f"Fingerprint of the runs: `{hashlib.sha256(told.encode()).hexdigest()[:12]}`.\n"
 
 
 # Sweeps ---------------------------------------------------------------------------------------------------------------
@@ -164,7 +161,7 @@ def combinations(name: str, metric: str) -> str:
         found.setdefault(f"{METHODS[first]}{'' if first in OF_LOSS else f', {said}'}", {})[" ".join(rest)] = own
     held, tested = f"validation/{metric}", f"personal/{metric}"
     heads = [rest for rest in PERSONAL if any(rest in row for row in found.values())]
-    score = {id(own): mean(own.values(held)) for row in found.values() for own in row.values() if own.values(held)}
+    best = max(mean(values) for row in found.values() for own in row.values() if (values := own.values(held)))
     rows = []
     for label, row in found.items():
         cells = [label]
@@ -174,7 +171,7 @@ def combinations(name: str, metric: str) -> str:
                 cells.append("")
                 continue
             text = f"{100 * mean(values):.1f}; {100 * mean(own.values(tested)):.1f}"
-            cells.append(f"**{text}**" if score[id(own)] == max(score.values()) else text)
+            cells.append(f"**{text}**" if mean(values) == best else text)
         rows.append(cells)
     return grid(["", *(PERSONAL[rest] for rest in heads)], rows)
 
@@ -194,7 +191,7 @@ def gpi(name: str, trial: str) -> str:
         exact = [0.0] * classes
         for (
             own
-        ) in counts:  # a row of the classifier grows by what a class has beyond its even share; eq. 7 drops the rest
+        ) in counts:  # a row of the classifier grows by what a class has beyond an even share; the rest is dropped
             above = [max(n / sum(own) - 1 / classes, 0) for n in own]
             exact = [e + sum(own) * a / sum(above) for e, a in zip(exact, above, strict=True)]
         true = [sum(column) for column in zip(*counts, strict=True)]
@@ -235,39 +232,34 @@ def before(name: str, rows: Sequence[str], phase: str) -> str:
     return grid(["", *(column.split(", ", 1)[1] for column in columns)], lines)
 
 
+def one(reference: str, metric: str) -> str:
+    """Show what one run has, SWEEP/TRIAL, or by the model of its phases that begin so, SWEEP/TRIAL@PHASE; or a dash."""
+    place, _, phase = reference.partition("@")
+    lines = history(RESULTS / place.replace("/", "/trials/")) if place else []
+    last = extremes([line for line in lines if line["phase"].startswith(phase)])[0]
+    return f"{100 * last[metric]:.1f}" if last else "-"
+
+
 def of_mupfl() -> str:
     """Show readings of MuPFL's Table 2 at IF = 100, one seed: FedAvg's shared model, and four that are of clients."""
-
-    def value(reference: str, shared: bool) -> str:
-        lines = history(RESULTS / reference.replace("/", "/trials/")) if reference else []
-        last = extremes([line for line in lines if not shared or line["phase"] != "finetune.tune"])[0]
-        return f"{100 * last['personal/acc_dist']:.1f}" if last else "-"
-
     rows = []
     for alpha, readings in MUPFL.items():
         cells = {c["row"]: c["published"] for c in published("mupfl_2")["cells"] if c["column"].endswith(alpha)}
         columns = "FedAvg", "FedProx", "Ditto", "FedRep", "MuPFL"
         rows.append([f"published, {alpha.split(', ')[-1]}", *(f"{cells[name]:.1f}" for name in columns)])
         for label, trials in readings.items():
-            rows.append([label, value(trials[0], True), *(value(trial, False) for trial in trials)])
+            rows.append([label, *(one(trial, MIX) for trial in (f"{trials[0]}@fed", *trials))])
     heads = "FedAvg, shared", "after 10 more epochs (FedProx)", "Ditto", "FedRep", "MuPFL"
     return grid(["", *heads], rows)
 
 
 def of_bpfed() -> str:
     """Show readings of BPFed's Tables 2 and 4 at IF = 50, β = 0.5, by `personal/acc_owned`, one seed."""
-
-    def value(reference: str) -> str:
-        place, _, phase = reference.partition("@")
-        lines = history(RESULTS / place.replace("/", "/trials/")) if place else []
-        last = extremes([line for line in lines if line["phase"].startswith(phase)])[0]
-        return f"{100 * last['personal/acc_owned']:.1f}" if last else "-"
-
     printed = yaml.safe_load((RESULTS.parent / "search_spaces/tables/published.yaml").read_text(encoding="utf-8"))
     parts, others = printed["bpfed_4"]["rows"].values(), printed["bpfed_2"]["rows"]
     known = [others["FedAvg"][0], others["FedAFA"][0], others["FedPer"][0], *(row[0] for row in parts)]
     rows = [["published", *(f"{number:.1f}" for number in known), "-"]]
-    rows += [[label, *map(value, references)] for label, references in BPFED.items()]
+    rows += [[label, *(one(r, OWNED) for r in references)] for label, references in BPFED.items()]
     heads = "FedAvg", "FedAFA", "FedPer", "CE", "+ mixup", "+ features", "+ LS, all", "+ LS, owned", "LS without mixup"
     return grid(["", *heads], rows)
 
@@ -442,19 +434,6 @@ PERSONAL = {
     "ecl": "ECL",
 }
 
-OF_TOLD = {
-    "generic/acc": "`generic/acc`",
-    "personal/acc_dist": "`personal/acc_dist`",
-    "personal/acc_owned": "`personal/acc_owned`",
-    "personal/acc_worst10": "`personal/acc_worst10`",
-}
-TOGETHER = {
-    "BalanceFL, LWS": "0150",
-    "personal/acc_owned_masked": "`personal/acc_owned_masked`",
-    "personal/acc_owned": "`personal/acc_owned`",
-    "personal/acc_dist": "`personal/acc_dist`",
-    "generic/acc": "`generic/acc`",
-}
 TOLD = {
     "generic/acc": "`generic/acc`",
     "personal/acc_dist": "`personal/acc_dist`",
@@ -501,6 +480,7 @@ OVER_FIVE10: list[Claim] = [
     *((f"LWS after BSM over {name}", "0003", trial, OWNED) for name, trial in FIVE10.items()),
     *((f"fine-tuned FedAvg over {name}", "0036", trial, MIX) for name, trial in FIVE10.items()),
 ]
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "ecl_2": lambda: beside("ecl_2"),
     "ecl_2 duels": lambda: duels("ecl_2"),
@@ -517,6 +497,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "cifar10": lambda: means("cifar10", CIFAR10, COLUMNS),
     "cifar10 fingerprint": lambda: fingerprint("cifar10"),
     "bpfed readings fingerprint": lambda: fingerprint("readings_bpfed"),
+    "bpfed longer fingerprint": lambda: fingerprint("readings_bpfed-longer"),
     "combinations fingerprint": lambda: fingerprint("combinations"),
     "combinations masked": lambda: combinations("combinations", "acc_owned_masked"),
     "combinations owned": lambda: combinations("combinations", "acc_owned"),
